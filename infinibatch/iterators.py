@@ -1,0 +1,2227 @@
+"""
+Checkpointable iterators.
+"""
+import copy
+import functools
+import logging
+import operator
+import os
+import random
+from abc import abstractmethod
+from collections import abc
+from itertools import islice, repeat
+from math import ceil
+from time import perf_counter
+from typing import (
+    Any,
+    Callable,
+    Dict,
+    Iterable,
+    Iterator,
+    List,
+    NoReturn,
+    Optional,
+    Sequence,
+    Set,
+    Tuple,
+    TypeVar,
+    Union,
+    cast,
+)
+
+S = TypeVar("S")
+T = TypeVar("T")
+Checkpoint = Dict[str, Any]
+
+logger = logging.getLogger(__name__)
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Checks of arguments and checkpoints, and plain helpers
+# ---------------------------------------------------------------------------------------------------------------------
+
+
+def _integer(name: str, value: Any, minimum: int = 1) -> int:
+    """Return an argument as an int of at least `minimum`."""
+    try:
+        number = operator.index(value)
+    except TypeError:
+        raise TypeError("{} must be an integer of at least {}, got {!r}".format(name, minimum, value)) from None
+    if number < minimum:
+        raise ValueError("{} must be at least {}, got {}".format(name, minimum, number))
+    return number
+
+
+def _instance(num_instances: Any, instance_rank: Any) -> Tuple[int, int]:
+    """Return the number of instances and the rank of this one, checked."""
+    number, rank = _integer("num_instances", num_instances), _integer("instance_rank", instance_rank, 0)
+    if rank >= number:
+        raise ValueError("instance_rank must be less than num_instances = {}, got {}".format(number, rank))
+    return number, rank
+
+
+def _function(name: str, value: Any) -> Any:
+    """Return an argument that must be callable."""
+    if not callable(value):
+        raise TypeError("{} must be callable, got {!r}".format(name, value))
+    return value
+
+
+def _seed(value: Any, needed_by: Optional[str] = None) -> Any:
+    """Return a seed; None becomes one drawn from the operating system, so that a rewind repeats the order."""
+    if value is None:
+        if needed_by:
+            raise ValueError(
+                "seed must be given to shuffle for {}, got None: each instance would draw an order of its "
+                "own".format(needed_by)
+            )
+        return random.SystemRandom().getrandbits(64)
+    if isinstance(value, (int, float, str, bytes, bytearray)):
+        return value
+    try:
+        return operator.index(value)
+    except TypeError:
+        raise TypeError("seed must be an int, float, str, bytes or None, got {!r}".format(value)) from None
+
+
+def _keys(stage: Any, checkpoint: Any, *keys: str) -> Tuple[Any, ...]:
+    """Return the values of `keys` in the checkpoint of `stage`; what else it holds is ignored."""
+    name = type(stage).__name__
+    if not isinstance(checkpoint, dict):
+        raise ValueError(
+            "a checkpoint of {} is a dict with the keys {}, got {}: it belongs to another pipeline".format(
+                name, ", ".join(map(repr, keys)), type(checkpoint).__name__
+            )
+        )
+    for key in keys:
+        if key not in checkpoint:
+            raise ValueError(
+                "the checkpoint of {} lacks the key {!r}, it has {}: it is damaged, or belongs to another "
+                "pipeline".format(name, key, ", ".join(map(repr, checkpoint)) or "none")
+            )
+    return tuple(checkpoint[key] for key in keys)
+
+
+def _unfit(stage: Any, key: str, rule: str, value: Any) -> ValueError:
+    name = type(stage).__name__
+    return ValueError("the checkpoint of {} does not fit: {!r} must be {}, got {!r:.80}".format(name, key, rule, value))
+
+
+def _count(stage: Any, key: str, value: Any) -> int:
+    """Return a number of items out of a checkpoint."""
+    if isinstance(value, bool) or not isinstance(value, int) or value < 0:
+        raise _unfit(stage, key, "an integer of at least 0", value)
+    return value
+
+
+_scratch = random.Random(0)  # states are tried, and positions inside a run of draws are found, on this one
+
+
+def _random_state(stage: Any, key: str, value: Any) -> Any:
+    """Return the state of a generator out of a checkpoint, in which JSON may have made lists of the tuples."""
+    if value is None:
+        return None
+    try:
+        version, words, gauss_next = value
+        state = (version, tuple(words), gauss_next)
+        _scratch.setstate(state)
+        if gauss_next is not None:
+            gauss_next + 0.0
+    except (TypeError, ValueError, OverflowError):
+        raise _unfit(stage, key, "the state of a random.Random", value) from None
+    return state
+
+
+def _generator(seed: Any, state: Any) -> random.Random:
+    """Return a generator in the given state, or as seeded where that is None."""
+    generator = random.Random(seed)
+    if state is not None:
+        generator.setstate(state)
+    return generator
+
+
+_ATOMS = frozenset([type(None), bool, int, float, complex, str, bytes, range])
+
+
+def _all_immutable(items: Iterable[Any]) -> bool:
+    return _ATOMS.issuperset(map(type, items)) or all(map(_is_immutable, items))
+
+
+def _is_immutable(item: Any) -> bool:
+    kind = type(item)
+    return kind in _ATOMS or kind is tuple and _all_immutable(item) or isinstance(item, os.PathLike)
+
+
+def _copied(state: Any) -> Any:
+    """Return a copy that shares only what cannot change, such as the states of generators."""
+    kind = type(state)
+    if kind in _ATOMS:
+        return state
+    if kind is dict:
+        return {key: _copied(value) for key, value in state.items()}
+    if kind is list:
+        return state[:] if _ATOMS.issuperset(map(type, state)) else [_copied(value) for value in state]
+    if kind is tuple:
+        return state if _ATOMS.issuperset(map(type, state)) else tuple([_copied(value) for value in state])
+    return copy.deepcopy(state)
+
+
+def _shuffled(items: List[T], generator: random.Random) -> List[T]:
+    """
+    Return what `generator.shuffle` would make of a copy of the list, leaving the generator where that would leave it.
+
+    The loops of `Random.shuffle` and `Random._randbelow` in one: 0.4 to 0.7 of their time. An interrupted shuffle sets
+    the generator back.
+    """
+    shuffled = items[:]
+    state = generator.getstate()
+    getrandbits = generator.getrandbits
+    try:
+        last = len(shuffled) - 1
+        while last > 0:
+            bits = (last + 1).bit_length()
+            for i in range(last, max((1 << (bits - 1)) - 2, 0), -1):  # as long as i + 1 has that many bits
+                j = getrandbits(bits)
+                while j > i:
+                    j = getrandbits(bits)
+                shuffled[i], shuffled[j] = shuffled[j], shuffled[i]
+            last = (1 << (bits - 1)) - 2
+    except BaseException:
+        generator.setstate(state)
+        raise
+    return shuffled
+
+
+def _reraise(error: BaseException, culprit: str) -> NoReturn:
+    """Raise what came out of a callback; a StopIteration would be taken for the end of the data."""
+    if isinstance(error, StopIteration):
+        raise RuntimeError("{} raised StopIteration".format(culprit)) from error
+    raise error
+
+
+def _gather(source: "CheckpointableIterator[T]", items: List[T], number: int) -> None:
+    """Append to `items` until it holds `number` of them or the source ends."""
+    length = len(items)
+    while length < number:
+        source._fill(items, number - length)
+        if len(items) == length:
+            return
+        length = len(items)
+
+
+def _pass_over(source: "CheckpointableIterator[Any]", number: int) -> int:
+    """Skip items of a source that was just restored, all or (at the end, as 0.1.1 left it) none; return how many."""
+    state = source.getstate()
+    try:
+        skipped = source._skip(number)
+    except BaseException:
+        source.setstate(state)
+        raise
+    if 0 < skipped < number:
+        source.setstate(state)
+        raise _beyond(source, number, skipped)
+    return skipped
+
+
+def _beyond(stage: Any, number: int, available: int) -> RuntimeError:
+    return RuntimeError(
+        "the checkpoint lies beyond the end of the data: {} cannot pass over {} items, it has {}".format(
+            type(stage).__name__, number, available
+        )
+    )
+
+
+def _advance_iterator(iterator: Iterator[Any], n: int) -> int:
+    """Call `next` n times and return n; RuntimeError if the iterator ends before."""
+    for i in range(n):
+        try:
+            next(iterator)
+        except StopIteration:
+            raise _beyond(iterator, n, i) from None
+    return n
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# The protocol
+# ---------------------------------------------------------------------------------------------------------------------
+
+
+class CheckpointableIterator(Iterator[T]):
+    """
+    Iterate, and say at any moment where: the abstract base of all iterators here.
+
+    A class of one's own defines `getstate`, `setstate` and `__next__`, and `close` if it holds resources.
+    `infinibatch.testing.check_iterator` tells whether it keeps the contract.
+
+    >>> class Countdown(CheckpointableIterator):
+    ...     def __init__(self, start):
+    ...         self._start = start
+    ...         self.setstate(None)
+    ...     def getstate(self):
+    ...         return {"left": self._left}
+    ...     def setstate(self, checkpoint):
+    ...         self._left = self._start if checkpoint is None else checkpoint["left"]
+    ...     def __next__(self):
+    ...         if self._left == 0:
+    ...             raise StopIteration
+    ...         self._left -= 1
+    ...         return self._left
+    >>> batches = FixedBatchIterator(Countdown(5), batch_size=2)
+    >>> next(batches)
+    [4, 3]
+    >>> batches.getstate()
+    {'source_state': {'left': 3}}
+    """
+
+    # Beside `__next__` an iterator moves many items at once. These three are internal: the library's stages have their
+    # own, everybody else gets the answers given here.
+
+    def _fill(self, out: List[T], n: int) -> None:
+        """
+        Append at least one and at most n items; none only at the end of the data.
+
+        If an item raises, those before it are in the list, and the iterator stands right behind them.
+        """
+        append = out.append
+        for _ in range(n):
+            try:
+                append(next(self))
+            except StopIteration:
+                return
+
+    def _skip(self, n: int) -> int:
+        """Pass over n items, fewer only at the end of the data, and return their number."""
+        for i in range(n):
+            try:
+                next(self)
+            except StopIteration:
+                return i
+        return n
+
+    def _back(self, n: int) -> None:
+        """Take back the last n of the items that the last call of `__next__` or `_fill` gave."""
+        raise NotImplementedError("{} is adopted before it is asked".format(type(self).__name__))
+
+    def _parse(self, checkpoint: Any) -> Tuple[Any, ...]:
+        """Return what the checkpoint says, everything checked that the library's stages below wrote into it."""
+        return (checkpoint,)
+
+    def _sources(self) -> Sequence["CheckpointableIterator[Any]"]:
+        source = self.__dict__.get("_source_iterator")
+        return [source] if isinstance(source, CheckpointableIterator) else []
+
+    _shown: Tuple[str, ...] = ()  # the parameters in repr()
+
+    def __init_subclass__(cls, **kwargs: Any) -> None:
+        """Give up what a parent does in bulk where a subclass overrides what that stands for."""
+        super().__init_subclass__(**kwargs)
+
+        def depth(name: str) -> int:
+            return next(i for i, parent in enumerate(cls.__mro__) if name in parent.__dict__)
+
+        def overridden(*names: str) -> int:
+            depths = [i for i in map(depth, names) if cls.__mro__[i].__module__ != __name__]
+            return min(depths, default=len(cls.__mro__))
+
+        for override, names in (
+            (overridden("__next__", "getstate", "setstate"), ("_fill", "_skip", "_back")),
+            (overridden("getstate", "setstate"), ("_parse",)),
+        ):
+            for name in names:
+                if depth(name) > override:
+                    setattr(cls, name, CheckpointableIterator.__dict__[name])
+
+    @abstractmethod
+    def getstate(self) -> Checkpoint:
+        """
+        Return the position of the whole pipeline, as plain data that nothing changes later.
+
+        May be called at any moment: before the first item, between items, after the end, after an error.
+        """
+
+    @abstractmethod
+    def setstate(self, checkpoint: Optional[Checkpoint]) -> None:
+        """
+        Go to the position of a checkpoint, of this or of an equally built pipeline; None is the very start.
+
+        Args:
+            checkpoint: what `getstate` returned, also after pickle, or after JSON made lists of its tuples.
+
+        Raises:
+            ValueError: the checkpoint does not fit this pipeline, which keeps the position that it had.
+            RuntimeError: the position lies beyond the end of the data (where that shows only when items are read,
+                the next `next()` raises it).
+        """
+
+    @abstractmethod
+    def __next__(self) -> T:
+        """
+        Return the next item and move on, or raise and stay.
+
+        Raises:
+            StopIteration: at the end of the data, and again at each later call.
+            Exception: what a source or callback raised; the next call tries the same item again.
+        """
+
+    def close(self) -> None:
+        """End the processes and threads of the whole pipeline; more than once does no harm."""
+        for source in self._sources():
+            source.close()
+
+    def state_dict(self) -> Checkpoint:
+        """Return `getstate()`, under the name that training frameworks look for."""
+        return self.getstate()
+
+    def load_state_dict(self, state_dict: Optional[Checkpoint]) -> None:
+        """Call `setstate(state_dict)`, under the name that training frameworks look for."""
+        self.setstate(state_dict)
+
+    def __enter__(self: S) -> S:
+        return self
+
+    def __exit__(self, *error: Any) -> None:
+        self.close()
+
+    def __repr__(self) -> str:
+        """Show the pipeline, one stage a line, sources below."""
+        import reprlib  # here: it costs an import something, and few programs ask
+
+        short = reprlib.Repr()
+        short.maxother = short.maxstring = 60
+        parameters = ["{}={}".format(name, short.repr(getattr(self, "_" + name))) for name in self._shown]
+        lines = ["{}({})".format(type(self).__name__, ", ".join(parameters))]
+        for source in self._sources():
+            lines += ["  " + line for line in repr(source).split("\n")]
+        return "\n".join(lines)
+
+
+class _Stage(CheckpointableIterator[T]):
+    """
+    What the library's own iterators share.
+
+    A stage defines `_save` (its state), `_parse` (what a checkpoint says, checked) and `_restore` (go there). It keeps
+    its configuration apart from the fields named in `_transient`, which `_restore` makes anew and pickle leaves out.
+    """
+
+    _inputs: Tuple["_Stage[Any]", ...] = ()
+    _transient: Tuple[str, ...] = ()
+    _positioned = True  # False in stages that have no position before their first setstate()
+
+    def _save(self) -> Checkpoint:
+        raise NotImplementedError
+
+    def _restore(self, *fields: Any) -> None:
+        raise NotImplementedError
+
+    def getstate(self) -> Checkpoint:
+        return self._save()
+
+    def setstate(self, checkpoint: Optional[Checkpoint]) -> None:
+        fields = self._parse(checkpoint)
+        if not (self._positioned and self._holds_foreign()):
+            self._restore(*fields)
+            self._positioned = True
+            return
+        before = self.getstate()
+        try:
+            self._restore(*fields)
+        except BaseException:  # out of a user's own setstate(): all others go back to where they were
+            self._restore(*self._parse(before))
+            raise
+
+    def _holds_foreign(self) -> bool:
+        return any(isinstance(source, _Foreign) or source._holds_foreign() for source in self._inputs)
+
+    def _sources(self) -> Sequence[CheckpointableIterator[Any]]:
+        return self._inputs
+
+    def __getstate__(self) -> Tuple[Dict[str, Any], Checkpoint]:
+        left_out = {name for parent in type(self).__mro__ for name in parent.__dict__.get("_transient", ())}
+        return {k: v for k, v in self.__dict__.items() if k not in left_out}, self.getstate()
+
+    def __setstate__(self, state: Tuple[Dict[str, Any], Checkpoint]) -> None:
+        configuration, checkpoint = state
+        self.__dict__.update(configuration)
+        self._positioned = False
+        self.setstate(checkpoint)
+
+    def __copy__(self: S) -> S:
+        return copy.deepcopy(self)  # two pipelines cannot share a source
+
+
+def _adopt(source: Any, name: str = "source_iterator") -> "_Stage[Any]":
+    """Return a source as a stage: itself, or a user's own class in its adapter."""
+    if not isinstance(source, CheckpointableIterator):
+        raise ValueError("{} must be a CheckpointableIterator, got {!r:.80}".format(name, source))
+    if type(source)._back is CheckpointableIterator._back:
+        return _Foreign(source)
+    return cast("_Stage[Any]", source)
+
+
+_RUNS: Set[type] = {list, tuple, range, str, bytes}  # their iterators say where they are, and can be set
+
+# Three ways to keep the position, from the cheapest to the dearest; each stage uses one.
+
+
+class _RunIterator(_Stage[T]):
+    """
+    A stage that yields runs: a chunk, a shuffled block, the batches of a window.
+
+    The position in a run is kept by the run's own iterator, `_rest`: `_end` items up to the end of the run, less what
+    `_rest` has left. A run that is no plain sequence is a `_stream`, its items counted in `_end` as they come.
+
+    A stage defines `_read`: return the next run, or None at the end. If that raises, it holds what it has read and
+    goes on with it at the next call.
+    """
+
+    _run: Sequence[T] = ()
+    _rest: Any = iter(())
+    _stream: Optional[Iterator[T]] = None
+    _end = 0
+    _start: Any = None  # where the run starts, as `_now` said then; None: as things stand
+    _pending = True  # the run is still to be read, and `_end` of its items to be passed over
+    _positioned = False
+    _transient: Tuple[str, ...] = ("_run", "_rest", "_stream", "_end", "_start", "_pending")
+
+    def _now(self) -> Any:
+        """Return the state in which the next run would be read."""
+
+    def _read(self) -> Optional[Iterable[T]]:
+        raise NotImplementedError
+
+    def _rewind(self, position: int) -> None:
+        """Stand before the given item of the run that would be read as things stand."""
+        self._run, self._rest, self._stream = (), iter(()), None
+        self._start, self._end, self._pending = None, position, True
+
+    def _position(self) -> Tuple[Any, int]:
+        """Return where the current run starts, and how many of its items are out."""
+        left = self._rest.__length_hint__()
+        if not left and not self._pending and self._stream is None:
+            return self._now(), 0  # the next run: restoring need not read this one again
+        if self._start is None:
+            self._start = self._now()
+        return _copied(self._start), self._end - left
+
+    def _open(self) -> bool:
+        """Read the next run; False at the end of the data."""
+        if not self._pending:
+            self._rewind(0)
+        if self._start is None:
+            self._start = self._now()
+        try:
+            run = self._read()
+        except StopIteration as error:
+            _reraise(error, "a function called by {}".format(type(self).__name__))
+        if run is None:
+            self._end = 0  # 0.1.1 left the length of the last run here
+            return False
+        if type(run) in _RUNS:
+            self._run = cast(Sequence[T], run)
+            if self._end > len(self._run):
+                raise self._too_far(len(self._run))
+            self._seek(self._end)
+            self._end = len(self._run)
+        elif isinstance(run, abc.Sequence):
+            if self._end > len(run):
+                raise self._too_far(len(run))
+            self._stream = _items_from(run, self._end)
+        else:
+            stream = iter(run)
+            passed = sum(1 for _ in islice(stream, self._end))
+            if passed < self._end:
+                raise self._too_far(passed)
+            self._stream = stream
+        self._pending = False
+        return True
+
+    def _load(self) -> bool:
+        """Read runs until there is one that has items left; False at the end of the data."""
+        while self._open():
+            if self._rest.__length_hint__() or self._stream is not None:
+                return True
+        return False
+
+    def _too_far(self, available: int) -> RuntimeError:
+        error = _beyond(self, self._end, available)
+        self._restore(*self._parse(self._save()))  # back before what was read, so that the next call says the same
+        return error
+
+    def _seek(self, position: int) -> None:
+        rest: Any = iter(self._run)
+        if position:
+            rest.__setstate__(position)
+        self._rest = rest
+
+    def __next__(self) -> T:
+        for item in self._rest:
+            return cast(T, item)
+        while self._stream is not None or self._load():
+            if self._stream is None:
+                return cast(T, next(self._rest))
+            try:
+                for item in self._stream:
+                    self._end += 1
+                    return item
+            except BaseException:
+                self._stream, self._pending = None, True
+                raise
+            self._stream = None
+        raise StopIteration
+
+    def _fill(self, out: List[T], n: int) -> None:
+        length = len(out)
+        while len(out) == length:
+            left = self._rest.__length_hint__()
+            if left:
+                position = len(self._run) - left
+                out += self._run[position : position + n]
+                self._seek(min(position + n, len(self._run)))
+            elif self._stream is not None:
+                try:
+                    out.extend(islice(self._stream, n))
+                except BaseException:
+                    self._pending = True
+                    raise
+                finally:
+                    self._end += len(out) - length
+                    if self._pending or len(out) - length < n:
+                        self._stream = None
+            elif not self._load():
+                return
+
+    def _skip(self, n: int) -> int:
+        skipped = 0
+        while skipped < n:
+            left = self._rest.__length_hint__()
+            if left:
+                step = min(left, n - skipped)
+                self._seek(len(self._run) - left + step)
+            elif self._stream is not None:
+                passed: List[T] = []
+                self._fill(passed, min(n - skipped, 1000))
+                step = len(passed)
+            elif self._load():
+                continue
+            else:
+                break
+            skipped += step
+        return skipped
+
+    def _back(self, n: int) -> None:
+        if len(self._run):
+            self._seek(len(self._run) - self._rest.__length_hint__() - n)
+        else:
+            self._stream, self._pending = None, True
+            self._end -= n
+
+    def close(self) -> None:
+        if self._stream is not None:
+            self._stream, self._pending = None, True  # ends the generator that reads a chunk, and its file with it
+        super().close()
+
+
+def _items_from(items: Sequence[T], position: int) -> Iterator[T]:
+    for i in range(position, len(items)):
+        try:
+            item = items[i]
+        except StopIteration as error:
+            _reraise(error, "{}.__getitem__".format(type(items).__name__))
+        yield item
+
+
+class _ReplayIterator(_Stage[T]):
+    """
+    A stage whose steps cannot be taken back.
+
+    It keeps a snapshot of its state every few hundred steps. Only after a failure it goes there again and repeats the
+    good steps since. A snapshot that takes long is taken less often. A stage defines `_restore`, which ends with
+    `_rewind()`, `_move` (`_restore` without that) and `_replay` (repeat n steps).
+    """
+
+    _interval = 256
+    _left = 0  # steps until the next snapshot; 0 also after a failure
+    _snapshot: Any = None
+    _broken = False
+    _good = 0  # steps since the snapshot, once broken
+    _marked = 0.0
+    _positioned = False
+    _transient: Tuple[str, ...] = ("_interval", "_left", "_snapshot", "_broken", "_good", "_marked")
+
+    def _move(self, *fields: Any) -> None:
+        raise NotImplementedError
+
+    def _replay(self, n: int) -> None:
+        raise NotImplementedError
+
+    def _restore(self, *fields: Any) -> None:
+        self._broken, self._left = False, 0
+        self._move(*fields)
+
+    def _fail(self, good: int) -> None:
+        """Note that only the first `good` steps since the snapshot count."""
+        self._broken, self._good, self._left = True, good, 0
+
+    def _recover(self) -> None:
+        """Stand behind the last good step."""
+        if self._broken:
+            self._move(*self._parse(self._snapshot))
+            self._replay(self._good)
+            self._broken, self._left = False, self._interval - self._good
+
+    def _prepare(self) -> None:
+        """Be ready for at least one more step."""
+        self._recover()
+        if self._left <= 0:
+            begin = perf_counter()
+            self._snapshot = self._save()
+            end = perf_counter()
+            if (end - begin) * 20 > begin - self._marked:
+                self._interval = min(2 * self._interval, 1 << 16)
+            self._left, self._marked = self._interval, end
+
+    def getstate(self) -> Checkpoint:
+        self._recover()
+        return self._save()
+
+    def _back(self, n: int) -> None:
+        self._fail((self._good if self._broken else self._interval - self._left) - n)
+
+
+class _Foreign(_ReplayIterator[T]):
+    """A user's own iterator as a stage: its end is the end, and items can be taken back."""
+
+    _ended = False
+    _transient: Tuple[str, ...] = ("_ended",)
+    _shown = ()
+
+    def __init__(self, iterator: CheckpointableIterator[T]) -> None:
+        self._iterator = iterator
+
+    def _save(self) -> Checkpoint:
+        return cast(Checkpoint, _copied(self._iterator.getstate()))
+
+    def _parse(self, checkpoint: Any) -> Tuple[Any, ...]:
+        self._iterator._parse(checkpoint)
+        return (checkpoint,)
+
+    def _move(self, checkpoint: Any) -> None:
+        self._ended = False
+        self._iterator.setstate(_copied(checkpoint))
+
+    def _replay(self, n: int) -> None:
+        _advance_iterator(self._iterator, n)
+
+    def __next__(self) -> T:
+        if not self._left:
+            self._prepare()
+        if self._ended:
+            raise StopIteration
+        try:
+            item = next(self._iterator)
+        except StopIteration:
+            self._ended = True
+            raise
+        self._left -= 1
+        return item
+
+    def _fill(self, out: List[T], n: int) -> None:
+        if not self._left:
+            self._prepare()
+        length = len(out)
+        try:
+            if not self._ended:
+                self._iterator._fill(out, min(n, self._left))
+                self._ended = len(out) == length
+        finally:
+            self._left -= len(out) - length
+
+    def _skip(self, n: int) -> int:
+        skipped = 0
+        while skipped < n and not self._ended:
+            passed: List[T] = []
+            self._fill(passed, n - skipped)
+            skipped += len(passed)
+        return skipped
+
+    def _sources(self) -> Sequence[CheckpointableIterator[Any]]:
+        return [self._iterator]
+
+    def _holds_foreign(self) -> bool:
+        return True
+
+    def __repr__(self) -> str:
+        return repr(self._iterator)
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Sources
+# ---------------------------------------------------------------------------------------------------------------------
+
+
+class NativeCheckpointableIterator(_RunIterator[T]):
+    """
+    Yield the items of an iterable.
+
+    Cost: nothing is copied. A sequence is entered at any position in constant time, another iterable is read again up
+    to the position.
+
+    Args:
+        iterable: a list, a range, or anything else that gives the same items each time it is iterated over. It must
+            not change while it is read.
+
+    Raises:
+        ValueError: the iterable is an iterator, which cannot be rewound.
+        TypeError: it is no iterable.
+
+    >>> letters = NativeCheckpointableIterator("abc")
+    >>> next(letters)
+    'a'
+    >>> letters.getstate()
+    {'num_items_yielded': 1}
+    >>> list(letters)
+    ['b', 'c']
+    """
+
+    _shown = ("iterable",)
+
+    def __init__(self, iterable: Iterable[T]) -> None:
+        if isinstance(iterable, abc.Iterator):
+            raise ValueError(
+                "iterable must be one that can be iterated over again, such as a list, got the iterator "
+                "{!r:.80}".format(iterable)
+            )
+        if not isinstance(iterable, abc.Iterable) and not hasattr(iterable, "__getitem__"):
+            raise TypeError("iterable must be an iterable, got {!r:.80}".format(iterable))
+        self._iterable = iterable
+        self.setstate(None)
+
+    def _parse(self, checkpoint: Any) -> Tuple[int]:
+        if checkpoint is None:
+            return (0,)
+        (number,) = _keys(self, checkpoint, "num_items_yielded")
+        number = _count(self, "num_items_yielded", number)
+        if isinstance(self._iterable, abc.Sequence) and number > len(self._iterable):
+            raise _beyond(self, number, len(self._iterable))
+        return (number,)
+
+    def _restore(self, number: int) -> None:
+        self._rewind(number)
+
+    def _save(self) -> Checkpoint:
+        return {"num_items_yielded": self._end - self._rest.__length_hint__()}
+
+    def _open(self) -> bool:
+        return self._pending and super()._open()
+
+    def _read(self) -> Iterable[T]:
+        return self._iterable
+
+
+def _fingerprint(items: Sequence[Any], num_instances: int) -> Checkpoint:
+    """Return what tells one list of chunks from another: its length, and a digest of the names where it has some."""
+    digest = None
+    if all(isinstance(item, (str, os.PathLike)) for item in items):
+        import hashlib  # here: it takes milliseconds to load
+
+        names = "\n".join([os.path.basename(os.fspath(item)) for item in items])
+        digest = hashlib.sha256(names.encode("utf-8", "surrogatepass")).hexdigest()[:16]
+    return {"length": len(items), "num_instances": num_instances, "digest": digest}
+
+
+class _ListSource(_RunIterator[T]):
+    """A source made from a list: its checkpoints say from which, and another list's are refused."""
+
+    _source_items: List[T]
+    _num_instances: int
+    _fingerprint: Optional[Checkpoint] = None
+    _transient: Tuple[str, ...] = ("_fingerprint",)
+
+    def _origin(self) -> Checkpoint:
+        if self._fingerprint is None:
+            self._fingerprint = _fingerprint(self._source_items, self._num_instances)
+        return dict(self._fingerprint)
+
+    def _check_source(self, checkpoint: Checkpoint) -> None:
+        if "source" not in checkpoint:  # as in checkpoints of Infinibatch 0.1.1
+            return
+        source = checkpoint["source"]
+        theirs = _keys(self, source, "length", "num_instances", "digest")
+        for key, there, here in zip(("length", "num_instances", "digest"), theirs, self._origin().values()):
+            if there != here and (key != "digest" or there is not None):
+                raise ValueError(
+                    "the checkpoint of {} does not fit: it was made with {} and this pipeline has {}".format(
+                        type(self).__name__,
+                        *[
+                            {
+                                "length": "{} source items",
+                                "num_instances": "num_instances = {}",
+                                "digest": "source items of other names (digest {})",
+                            }[key].format(value)
+                            for value in (there, here)
+                        ]
+                    )
+                )
+
+
+class ChunkedSourceIterator(_ListSource[T]):
+    """
+    Yield the items of a list once; of several instances each yields a consecutive part of it.
+
+    The parts differ by at most one item, the longer ones come first. Cost: the list of references is copied.
+
+    Args:
+        source_items: the list, the same for each instance.
+        num_instances: number of parts.
+        instance_rank: which part this instance yields, from 0 to `num_instances` - 1.
+
+    Raises:
+        ValueError: `num_instances` is below 1, or `instance_rank` out of range.
+
+    >>> [list(ChunkedSourceIterator([1, 2, 3, 4, 5], num_instances=2, instance_rank=rank)) for rank in (0, 1)]
+    [[1, 2, 3], [4, 5]]
+    """
+
+    _shown = ("source_items", "num_instances", "instance_rank")
+
+    def __init__(self, source_items: Iterable[T], num_instances: int = 1, instance_rank: int = 0) -> None:
+        self._source_items = list(source_items)
+        self._num_instances, self._instance_rank = _instance(num_instances, instance_rank)
+        self.setstate(None)
+
+    def _part(self) -> Tuple[int, int]:
+        size, longer = divmod(len(self._source_items), self._num_instances)
+        first = self._instance_rank * size + min(self._instance_rank, longer)
+        return first, first + size + (self._instance_rank < longer)
+
+    def _parse(self, checkpoint: Any) -> Tuple[int]:
+        if checkpoint is None:
+            return (0,)
+        (number,) = _keys(self, checkpoint, "num_items_yielded")
+        number = _count(self, "num_items_yielded", number)
+        self._check_source(checkpoint)
+        first, end = self._part()
+        if number > end - first:
+            raise _beyond(self, number, end - first)
+        return (number,)
+
+    def _restore(self, number: int) -> None:
+        self._rewind(number)
+
+    def _save(self) -> Checkpoint:
+        return {"num_items_yielded": self._end - self._rest.__length_hint__(), "source": self._origin()}
+
+    def _open(self) -> bool:
+        return self._pending and super()._open()
+
+    def _read(self) -> Sequence[T]:
+        first, end = self._part()
+        return self._source_items[first:end]
+
+
+class InfinitePermutationSourceIterator(_ListSource[T]):
+    """
+    Yield the items of a list in a random order, then in another one, and so on without end.
+
+    The permutations form one endless stream; of N instances, instance r gets its positions r, r + N, r + 2 N, … Items
+    that can be changed are yielded as copies, so that whoever changes one finds it unchanged in the next permutation.
+
+    Cost: two lists of references; a checkpoint holds the generator's state, restoring draws one permutation.
+
+    Args:
+        source_items: the list, the same for each instance. It is copied.
+        seed: int, float, str or bytes for `random.Random`. None draws one, which checkpoints carry on.
+        shuffle: False yields the list itself, over and over, these very objects each time.
+        num_instances: number of instances that share the stream.
+        instance_rank: number of this one, from 0 to `num_instances` - 1.
+
+    Raises:
+        ValueError: the list is empty, `instance_rank` is out of range, or several instances shuffle without a seed.
+
+    >>> from itertools import islice
+    >>> list(islice(InfinitePermutationSourceIterator([1, 2, 3, 4], seed=1), 8))
+    [4, 1, 3, 2, 4, 2, 1, 3]
+    >>> list(islice(InfinitePermutationSourceIterator([1, 2, 3], shuffle=False, num_instances=2), 4))
+    [1, 3, 2, 1]
+    """
+
+    _shown = ("source_items", "seed", "shuffle", "num_instances", "instance_rank")
+    _drawn = False  # whether the seed was drawn here: then another pipeline needs it even before the first item
+    _copies: Optional[bool] = None  # whether each permutation must have items of its own
+    _transient: Tuple[str, ...] = ("_copies", "_random", "_index")
+
+    def __init__(
+        self,
+        source_items: Iterable[T],
+        seed: Any = 0,
+        shuffle: bool = True,
+        num_instances: int = 1,
+        instance_rank: int = 0,
+    ) -> None:
+        items = list(source_items)
+        if not items:
+            raise ValueError("source_items must have at least one item, got none")
+        self._num_instances, self._instance_rank = _instance(num_instances, instance_rank)
+        self._seed = _seed(seed, "num_instances = {}".format(num_instances) if shuffle and num_instances > 1 else None)
+        self._drawn = seed is None
+        self._shuffle = bool(shuffle)
+        self._source_items = items if _all_immutable(items) else copy.deepcopy(items)
+        self.setstate(None)
+
+    def _parse(self, checkpoint: Any) -> Tuple[Any, int]:
+        if checkpoint is None:
+            return None, self._instance_rank
+        state, index = _keys(self, checkpoint, "random_state", "index")
+        state, index = _random_state(self, "random_state", state), _count(self, "index", index)
+        self._check_source(checkpoint)
+        return state, index
+
+    def _restore(self, state: Any, index: int) -> None:
+        if self._seed is None:  # in a subclass with a constructor of its own
+            self._seed, self._drawn = _seed(None), True
+        self._random = _generator(self._seed, state)
+        self._rewind(0)
+        self._index = index  # in the current permutation, of the first item of the run
+        self._start = state
+
+    def _now(self) -> Any:
+        return self._random.getstate() if self._shuffle else None
+
+    def _save(self) -> Checkpoint:
+        left = self._rest.__length_hint__()
+        if self._pending:
+            index, state = self._index, self._start
+            if state is None and self._drawn:
+                state = self._now()
+        elif left:
+            index, state = self._index + self._num_instances * (self._end - left), self._start
+        else:
+            index, state = self._next_index(), self._now()
+        return {"random_state": state, "index": index, "source": self._origin()}
+
+    def _next_index(self) -> int:
+        """Return where the next item lies in the permutations that begin behind the current one."""
+        return self._index + self._num_instances * len(self._run) - len(self._source_items)
+
+    def _open(self) -> bool:
+        items = self._source_items
+        if not self._pending:
+            index = self._next_index()
+            self._rewind(0)
+            self._index = index
+        while self._index >= len(items):  # permutations of which this instance gets nothing
+            if self._shuffle:
+                _shuffled(items, self._random)
+            self._index -= len(items)
+            self._start = self._now()
+        self._start = self._now()
+        if self._shuffle:
+            if self._copies is None:
+                self._copies = not _all_immutable(items)
+            items = _shuffled(copy.deepcopy(items) if self._copies else items, self._random)
+        self._run = items if (self._index, self._num_instances) == (0, 1) else items[self._index :: self._num_instances]
+        self._end, self._pending = len(self._run), False
+        self._seek(0)
+        return True
+
+
+def create_source_iterator(
+    source_items: Iterable[T],
+    train: bool = True,
+    seed: Any = None,
+    shuffle: bool = True,
+    num_instances: int = 1,
+    instance_rank: int = 0,
+) -> CheckpointableIterator[T]:
+    """
+    Return the source for training, `InfinitePermutationSourceIterator`, or else `ChunkedSourceIterator`.
+
+    Args:
+        source_items: the list, the same for each instance.
+        train: whether to yield the items endlessly.
+        seed: as `InfinitePermutationSourceIterator` takes it.
+        shuffle: whether to shuffle; must be False if `train` is.
+        num_instances: number of instances.
+        instance_rank: number of this one, from 0 to `num_instances` - 1.
+
+    Raises:
+        ValueError: `shuffle` without `train`, and what the two classes raise.
+
+    >>> list(create_source_iterator([1, 2, 3], train=False, shuffle=False))
+    [1, 2, 3]
+    """
+    if train:
+        return InfinitePermutationSourceIterator(source_items, seed, shuffle, num_instances, instance_rank)
+    if shuffle:
+        raise ValueError("shuffle must be False if train is False, got {!r}".format(shuffle))
+    return ChunkedSourceIterator(source_items, num_instances, instance_rank)
+
+
+class RandomIterator(_RunIterator[float]):
+    """
+    Yield the floats of `random.Random(seed).random()`, without end.
+
+    Cost: a checkpoint holds the generator's state.
+
+    Args:
+        seed: int, float, str or bytes for `random.Random`. None draws one, which checkpoints carry on.
+
+    >>> numbers = RandomIterator(seed=1)
+    >>> round(next(numbers), 3), round(next(numbers), 3)
+    (0.134, 0.847)
+    """
+
+    _shown = ("seed",)
+    _transient: Tuple[str, ...] = ("_random",)
+
+    def __init__(self, seed: Any = 0) -> None:
+        self._seed = _seed(seed)
+        self.setstate(None)
+
+    def _parse(self, checkpoint: Any) -> Tuple[Any]:
+        if checkpoint is None:
+            return (None,)
+        (state,) = _keys(self, checkpoint, "random_state")
+        return (_random_state(self, "random_state", state),)
+
+    def _restore(self, state: Any) -> None:
+        self._random = _generator(self._seed, state)
+        self._rewind(0)
+
+    def _now(self) -> Any:
+        return self._random.getstate()
+
+    def _read(self) -> List[float]:
+        draw = self._random.random
+        return [draw() for _ in repeat(None, 256)]
+
+    def _save(self) -> Checkpoint:
+        state, number = self._position()
+        generator = _generator(0, state)
+        for _ in repeat(None, number):
+            generator.random()
+        return {"random_state": generator.getstate()}
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Mapping and flattening
+# ---------------------------------------------------------------------------------------------------------------------
+
+
+class MapIterator(_Stage[T]):
+    """
+    Apply a function to each item.
+
+    The function is called when its result is asked for. Cost: none of its own; the state is the source's.
+
+    Args:
+        source_iterator: where the items come from. It is not rewound.
+        transform: function of one item. If it raises, the next `next()` calls it again with the same item.
+
+    Raises:
+        ValueError: `source_iterator` is no `CheckpointableIterator`.
+        TypeError: `transform` is not callable.
+
+    >>> list(MapIterator(NativeCheckpointableIterator(["a", "b"]), str.upper))
+    ['A', 'B']
+    """
+
+    _shown = ("transform",)
+    _transient: Tuple[str, ...] = ("_held",)
+
+    def __init__(self, source_iterator: CheckpointableIterator[Any], transform: Callable[[Any], T]) -> None:
+        self._source_iterator, self._source = source_iterator, _adopt(source_iterator)
+        self._inputs = (self._source,)
+        self._transform = _function("transform", transform)
+        self._held: List[Any] = []  # source items whose transform has not succeeded yet
+
+    def _parse(self, checkpoint: Any) -> Tuple[Any, ...]:
+        self._source._parse(checkpoint)
+        return (checkpoint,)
+
+    def _restore(self, checkpoint: Any) -> None:
+        self._held = []
+        self._source.setstate(checkpoint)
+
+    def _save(self) -> Checkpoint:
+        self._back(0)
+        return self._source.getstate()
+
+    def __next__(self) -> T:
+        held = self._held
+        if not held:
+            held.append(next(self._source))
+        try:
+            item = self._transform(held[0])
+        except StopIteration as error:
+            _reraise(error, "transform")
+        del held[0]
+        return cast(T, item)
+
+    def _fill(self, out: List[T], n: int) -> None:
+        if not self._held:
+            try:
+                self._source._fill(self._held, n)
+            except Exception:
+                self._deliver(out, n)  # what came before the failure comes first
+                raise
+        self._deliver(out, n)
+
+    def _deliver(self, out: List[T], n: int) -> None:
+        length, append, transform = len(out), out.append, self._transform
+        try:
+            for item in self._held if len(self._held) <= n else self._held[:n]:
+                append(transform(item))
+        except StopIteration as error:
+            _reraise(error, "transform")
+        finally:
+            del self._held[: len(out) - length]
+
+    def _skip(self, n: int) -> int:
+        held = min(n, len(self._held))
+        del self._held[:held]
+        return held + (self._source._skip(n - held) if n > held else 0)
+
+    def _back(self, n: int) -> None:
+        n += len(self._held)
+        if n:
+            self._source._back(n)
+            self._held = []
+
+
+class SelectManyIterator(_RunIterator[T]):
+    """
+    Yield the items of a collection selected for each source item.
+
+    Cost: nothing is copied, and a sequence is entered at any position in constant time; another iterable is read again
+    up to the position.
+
+    Args:
+        source_iterator: where the source items come from, for example the names of chunks.
+        collection_selector: function from a source item to an iterable of any kind, for example a reader of chunks.
+            None takes the source item itself.
+
+    Raises:
+        ValueError: `source_iterator` is no `CheckpointableIterator`.
+        TypeError: `collection_selector` is not callable.
+
+    >>> list(SelectManyIterator(NativeCheckpointableIterator([1, 3]), lambda n: range(n)))
+    [0, 0, 1, 2]
+    """
+
+    _shown = ("collection_selector",)
+    _transient: Tuple[str, ...] = ("_item",)
+
+    def __init__(
+        self,
+        source_iterator: CheckpointableIterator[Any],
+        collection_selector: Optional[Callable[[Any], Iterable[T]]] = None,
+    ) -> None:
+        self._source_iterator, self._source = source_iterator, _adopt(source_iterator)
+        self._inputs = (self._source,)
+        if collection_selector is not None:
+            _function("collection_selector", collection_selector)
+        self._collection_selector = collection_selector
+        self.setstate(None)
+
+    def _parse(self, checkpoint: Any) -> Tuple[Any, int]:
+        if checkpoint is None:
+            checkpoint = {"source_state": None, "flattened_items_yielded": 0}
+        source_state, number = _keys(self, checkpoint, "source_state", "flattened_items_yielded")
+        self._source._parse(source_state)
+        return source_state, _count(self, "flattened_items_yielded", number)
+
+    def _restore(self, source_state: Any, number: int) -> None:
+        self._source.setstate(source_state)
+        self._rewind(number)
+
+    def _rewind(self, position: int) -> None:
+        self._item: List[Any] = []  # the source item of the run, from its reading to the run's end
+        super()._rewind(position)
+
+    def _now(self) -> Any:
+        return self._source.getstate()
+
+    def _save(self) -> Checkpoint:
+        source_state, number = self._position()
+        return {"source_state": source_state, "flattened_items_yielded": number}
+
+    def _read(self) -> Optional[Iterable[T]]:
+        if not self._item:
+            self._source._fill(self._item, 1)
+            if not self._item:
+                return None
+        if self._collection_selector is None:
+            return cast(Iterable[T], self._item[0])
+        return self._collection_selector(self._item[0])
+
+
+class RecurrentIterator(_ReplayIterator[T]):
+    """
+    Apply a function that carries a state from item to item.
+
+    Cost: `getstate()` copies the state, also every few hundred steps.
+
+    Args:
+        source_iterator: where the items come from.
+        step_function: `step_function(state, item)` returns `(new_state, output)`. It may change its state in place.
+            After it raised, good steps may be repeated, with the same arguments.
+        initial_state: the state before the first item. It is copied.
+
+    Raises:
+        ValueError: `source_iterator` is no `CheckpointableIterator`.
+        TypeError: `step_function` is not callable.
+
+    >>> def running_sum(state, item):
+    ...     return state + item, state + item
+    >>> list(RecurrentIterator(NativeCheckpointableIterator([1, 2, 3]), running_sum, initial_state=0))
+    [1, 3, 6]
+    """
+
+    _shown = ("step_function", "initial_state")
+    _culprit = "step_function"
+    _transient: Tuple[str, ...] = ("_recurrent_state", "_apply")
+
+    def __init__(
+        self,
+        source_iterator: CheckpointableIterator[Any],
+        step_function: Callable[[Any, Any], Tuple[Any, T]],
+        initial_state: Any = None,
+    ) -> None:
+        self._source_iterator, self._source = source_iterator, _adopt(source_iterator)
+        self._inputs = (self._source,)
+        self._step_function = _function("step_function", step_function)
+        self._initial_state = _copied(initial_state)
+        self.setstate(None)
+
+    def _parse(self, checkpoint: Any) -> Tuple[Any, Any]:
+        if checkpoint is None:
+            checkpoint = {"recurrent_state": self._initial_state, "source_state": None}
+        recurrent_state, source_state = _keys(self, checkpoint, "recurrent_state", "source_state")
+        self._source._parse(source_state)
+        return recurrent_state, source_state
+
+    def _move(self, recurrent_state: Any, source_state: Any) -> None:
+        self._source.setstate(source_state)
+        self._recurrent_state = _copied(recurrent_state)
+        self._apply = self._step
+
+    def _step(self, item: Any) -> T:
+        self._recurrent_state, output = self._step_function(self._recurrent_state, item)
+        return cast(T, output)
+
+    def _save(self) -> Checkpoint:
+        return {"recurrent_state": _copied(self._recurrent_state), "source_state": self._source.getstate()}
+
+    def __next__(self) -> T:
+        if not self._left:
+            self._prepare()
+        item = next(self._source)
+        try:
+            output = self._apply(item)
+        except BaseException as error:
+            self._fail(self._interval - self._left)
+            _reraise(error, self._culprit)
+        self._left -= 1
+        return output
+
+    def _fill(self, out: List[T], n: int) -> None:
+        if not self._left:
+            self._prepare()
+        items: List[Any] = []
+        length, append, apply = len(out), out.append, self._apply
+        done = False
+        try:
+            try:
+                self._source._fill(items, min(n, self._left))
+            finally:
+                for item in items:
+                    append(apply(item))
+            done = True
+        except StopIteration as error:
+            _reraise(error, self._culprit)
+        finally:
+            self._left -= len(out) - length
+            if not done:
+                self._fail(self._interval - self._left)
+
+    def _replay(self, n: int) -> None:
+        while n:
+            items: List[Any] = []
+            self._source._fill(items, n)
+            if not items:
+                raise _beyond(self._source, n, 0)
+            for item in items:
+                self._apply(item)
+            n -= len(items)
+
+    def _skip(self, n: int) -> int:
+        skipped = 0
+        while skipped < n:
+            passed: List[T] = []
+            self._fill(passed, n - skipped)
+            if not passed:
+                break
+            skipped += len(passed)
+        return skipped
+
+
+class SamplingRandomMapIterator(RecurrentIterator[T]):
+    """
+    Apply a function that draws random numbers, all items from one generator.
+
+    Cost: a checkpoint holds the generator's state, which is also taken every few hundred items.
+
+    Args:
+        source_iterator: where the items come from.
+        transform: `transform(random, item)` with a `random.Random`. After it raised, good calls may be repeated, with
+            the same arguments.
+        seed: int, float, str or bytes for `random.Random`. None draws one, which checkpoints carry on.
+
+    Raises:
+        ValueError: `source_iterator` is no `CheckpointableIterator`.
+        TypeError: `transform` is not callable.
+
+    >>> def jitter(random, item):
+    ...     return round(item + random.random(), 3)
+    >>> list(SamplingRandomMapIterator(NativeCheckpointableIterator([10, 20, 30]), jitter, seed=1))
+    [10.134, 20.847, 30.764]
+    """
+
+    _shown = ("transform", "seed")
+    _culprit = "transform"
+    _transient: Tuple[str, ...] = ("_random",)
+
+    def __init__(
+        self,
+        source_iterator: CheckpointableIterator[Any],
+        transform: Callable[[random.Random, Any], T],
+        seed: Any = 0,
+    ) -> None:
+        self._source_iterator, self._source = source_iterator, _adopt(source_iterator)
+        self._inputs = (self._source,)
+        self._transform = _function("transform", transform)
+        self._seed = _seed(seed)
+        self.setstate(None)
+
+    def _parse(self, checkpoint: Any) -> Tuple[Any, Any]:
+        if checkpoint is None:
+            return None, None
+        state, source_state = _keys(self, checkpoint, "recurrent_state", "source_state")
+        self._source._parse(source_state)
+        return _random_state(self, "recurrent_state", state), source_state
+
+    def _move(self, state: Any, source_state: Any) -> None:
+        self._source.setstate(source_state)
+        self._random = _generator(self._seed, state)
+        self._apply = functools.partial(self._transform, self._random)
+
+    def _save(self) -> Checkpoint:
+        return {"recurrent_state": self._random.getstate(), "source_state": self._source.getstate()}
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Shuffling
+# ---------------------------------------------------------------------------------------------------------------------
+
+
+class BlockwiseShuffleIterator(_RunIterator[T]):
+    """
+    Cut the source into consecutive blocks and shuffle each.
+
+    Cost: one block in memory; a checkpoint holds the generator's state; restoring reads one block again.
+
+    Args:
+        source_iterator: where the items come from.
+        block_size: number of items in a block; the last may be shorter.
+        seed: int, float, str or bytes for `random.Random`. None draws one, which checkpoints carry on.
+
+    Raises:
+        ValueError: `block_size` is below 1, or `source_iterator` is no `CheckpointableIterator`.
+
+    >>> list(BlockwiseShuffleIterator(NativeCheckpointableIterator(range(8)), block_size=4, seed=1))
+    [3, 0, 2, 1, 7, 5, 4, 6]
+    """
+
+    _shown = ("block_size", "seed")
+    _transient: Tuple[str, ...] = ("_random", "_block")
+
+    def __init__(self, source_iterator: CheckpointableIterator[T], block_size: int, seed: Any = 0) -> None:
+        self._source_iterator, self._source = source_iterator, _adopt(source_iterator)
+        self._inputs = (self._source,)
+        self._block_size = _integer("block_size", block_size)
+        self._seed = _seed(seed)
+        self.setstate(None)
+
+    def _parse(self, checkpoint: Any) -> Tuple[Any, Any, int]:
+        if checkpoint is None:
+            return None, None, 0
+        start, number = _keys(self, checkpoint, "source_state", "flattened_items_yielded")
+        state = source_state = None
+        if start is not None:
+            state, source_state = _keys(self, start, "recurrent_state", "source_state")
+            if source_state is not None:
+                (source_state,) = _keys(self, source_state, "source_state")
+        self._source._parse(source_state)
+        number = _count(self, "flattened_items_yielded", number)
+        if number > self._block_size:
+            raise _unfit(self, "flattened_items_yielded", "at most block_size = {}".format(self._block_size), number)
+        return _random_state(self, "recurrent_state", state), source_state, number
+
+    def _restore(self, state: Any, source_state: Any, number: int) -> None:
+        self._source.setstate(source_state)
+        self._random = _generator(self._seed, state)
+        self._block: List[T] = []  # the block that is being gathered
+        self._rewind(number)
+
+    def _now(self) -> Any:
+        return {"recurrent_state": self._random.getstate(), "source_state": {"source_state": self._source.getstate()}}
+
+    def _save(self) -> Checkpoint:
+        start, number = self._position()
+        return {"source_state": start, "flattened_items_yielded": number}
+
+    def _read(self) -> Optional[List[T]]:
+        _gather(self._source, self._block, self._block_size)
+        if not self._block:
+            return None
+        shuffled = _shuffled(self._block, self._random)
+        self._block = []
+        return shuffled
+
+
+_EMPTY: Any = type("_Empty", (), {"__reduce__": lambda self: "_EMPTY", "__repr__": lambda self: "<empty>"})()
+
+
+class BufferedShuffleIterator(_Stage[T]):
+    """
+    Shuffle in a buffer: each source item takes a random slot, and what that held is yielded.
+
+    Cost: `buffer_size` items in memory, and in each checkpoint, where items that can be changed are copied.
+    `BlockwiseShuffleIterator` needs neither.
+
+    Args:
+        source_iterator: where the items come from.
+        buffer_size: number of slots.
+        seed: int, float, str or bytes for `random.Random`. None draws one, which checkpoints carry on.
+
+    Raises:
+        ValueError: `buffer_size` is below 1, or `source_iterator` is no `CheckpointableIterator`.
+
+    >>> list(BufferedShuffleIterator(NativeCheckpointableIterator(range(8)), buffer_size=4, seed=1))
+    [1, 4, 5, 6, 7, 2, 0, 3]
+    """
+
+    _shown = ("buffer_size", "seed")
+    _positioned = False
+    _transient: Tuple[str, ...] = ("_random", "_slots", "_drawn", "_before", "_buffer", "_undo", "_ended")
+
+    def __init__(self, source_iterator: CheckpointableIterator[T], buffer_size: int, seed: Any = 0) -> None:
+        self._source_iterator, self._source = source_iterator, _adopt(source_iterator)
+        self._inputs = (self._source,)
+        self._buffer_size = _integer("buffer_size", buffer_size)
+        self._seed = _seed(seed)
+        self.setstate(None)
+
+    def _parse(self, checkpoint: Any) -> Tuple[Any, Any, Any]:
+        if checkpoint is None:
+            return None, [_EMPTY] * self._buffer_size, None
+        source_state, buffer, state = _keys(self, checkpoint, "source_state", "buffer", "random_state")
+        if not isinstance(buffer, list) or len(buffer) > self._buffer_size:
+            raise _unfit(self, "buffer", "a list of at most buffer_size = {} items".format(self._buffer_size), buffer)
+        self._source._parse(source_state)
+        full = checkpoint.get("none_slots", [])
+        if not isinstance(full, list) or not all(i in range(len(buffer)) and buffer[i] is None for i in full):
+            raise _unfit(self, "none_slots", "a list of slots of the buffer that hold None", full)
+        buffer = [_EMPTY if item is None else item for item in _copied(buffer)]
+        for slot in full:
+            buffer[slot] = None
+        buffer += [_EMPTY] * (self._buffer_size - len(buffer))  # emptied at the end of the data
+        return source_state, buffer, _random_state(self, "random_state", state)
+
+    def _restore(self, source_state: Any, buffer: List[Any], state: Any) -> None:
+        self._source.setstate(source_state)
+        self._random = _generator(self._seed, state)
+        self._slots: List[int] = []  # the slots for the next source items, drawn at once …
+        self._before = self._random.getstate()  # … from this state of the generator …
+        self._drawn = 0  # … and the number of them that are used
+        self._buffer = buffer
+        self._undo: List[Tuple[int, Any]] = []  # the slots that the last source items took, and what these held
+        self._ended = False
+
+    def _save(self) -> Checkpoint:
+        generator = _generator(0, self._before)
+        for _ in repeat(None, self._drawn):
+            generator.randrange(self._buffer_size)
+        checkpoint = {
+            "source_state": self._source.getstate(),
+            "buffer": _copied([None if item is _EMPTY else item for item in self._buffer]),
+            "random_state": generator.getstate(),
+        }
+        full = [slot for slot, item in enumerate(self._buffer) if item is None]
+        if full:
+            checkpoint["none_slots"] = full
+        return checkpoint
+
+    def _draw(self) -> None:
+        if self._drawn == len(self._slots):
+            size, bits, getrandbits = self._buffer_size, self._buffer_size.bit_length(), self._random.getrandbits
+            before, slots = self._random.getstate(), []
+            for _ in repeat(None, 256):
+                slot = getrandbits(bits)
+                while slot >= size:
+                    slot = getrandbits(bits)
+                slots.append(slot)
+            self._before, self._slots, self._drawn = before, slots, 0
+
+    def __next__(self) -> T:
+        out: List[T] = []
+        self._fill(out, 1)
+        if not out:
+            raise StopIteration
+        return out[0]
+
+    def _fill(self, out: List[T], n: int) -> None:
+        length, buffer = len(out), self._buffer
+        while len(out) == length and not self._ended:
+            self._draw()
+            items: List[T] = []
+            try:
+                self._source._fill(items, min(n, len(self._slots) - self._drawn))
+                self._ended = not items
+            finally:
+                undo = []
+                for slot, item in zip(self._slots[self._drawn : self._drawn + len(items)], items):
+                    old = buffer[slot]
+                    buffer[slot] = item
+                    undo.append((slot, old))
+                    if old is not _EMPTY:
+                        out.append(old)
+                self._drawn += len(items)
+                self._undo = undo
+        if self._ended and len(out) == length:
+            self._undo = []
+            while buffer and len(out) < length + n:
+                item = buffer.pop()
+                if item is not _EMPTY:
+                    out.append(item)
+                    self._undo.append((len(buffer), item))
+
+    def _back(self, n: int) -> None:
+        taken = 0
+        while n:
+            slot, old = self._undo.pop()
+            if self._ended:
+                self._buffer += [_EMPTY] * (slot - len(self._buffer)) + [old]
+            else:
+                self._buffer[slot] = old
+                taken += 1
+            n -= old is not _EMPTY
+        if taken:
+            self._drawn -= taken
+            self._source._back(taken)
+
+    def _skip(self, n: int) -> int:
+        skipped = 0
+        while skipped < n:
+            passed: List[T] = []
+            self._fill(passed, n - skipped)
+            if not passed:
+                break
+            skipped += len(passed)
+        return skipped
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Batching
+# ---------------------------------------------------------------------------------------------------------------------
+
+
+class FixedBatchIterator(_ReplayIterator[List[T]]):
+    """
+    Collect items in lists of a fixed size; the last may be shorter.
+
+    Cost: one batch in memory.
+
+    Args:
+        source_iterator: where the items come from.
+        batch_size: number of items in a batch.
+
+    Raises:
+        ValueError: `batch_size` is below 1, or `source_iterator` is no `CheckpointableIterator`.
+
+    >>> list(FixedBatchIterator(NativeCheckpointableIterator(range(5)), batch_size=2))
+    [[0, 1], [2, 3], [4]]
+    """
+
+    _shown = ("batch_size",)
+    _transient: Tuple[str, ...] = ("_batch",)
+
+    def __init__(self, source_iterator: CheckpointableIterator[T], batch_size: int) -> None:
+        self._source_iterator, self._source = source_iterator, _adopt(source_iterator)
+        self._inputs = (self._source,)
+        self._batch_size = _integer("batch_size", batch_size)
+        self.setstate(None)
+
+    def _parse(self, checkpoint: Any) -> Tuple[Any]:
+        source_state = None
+        if checkpoint is not None:
+            (source_state,) = _keys(self, checkpoint, "source_state")
+        self._source._parse(source_state)
+        return (source_state,)
+
+    def _move(self, source_state: Any) -> None:
+        self._source.setstate(source_state)
+        self._batch: List[T] = []  # the batch that is being gathered
+
+    def _replay(self, n: int) -> None:
+        self._source._skip(n * self._batch_size)
+
+    def _recover(self) -> None:
+        if self._batch and not self._broken:
+            self._fail(self._interval - self._left)
+        super()._recover()
+
+    def _save(self) -> Checkpoint:
+        return {"source_state": self._source.getstate()}
+
+    def __next__(self) -> List[T]:
+        if not self._left:
+            self._prepare()
+        _gather(self._source, self._batch, self._batch_size)
+        batch = self._batch
+        if not batch:
+            raise StopIteration
+        self._batch = []
+        self._left -= 1
+        return batch
+
+    def _fill(self, out: List[List[T]], n: int) -> None:
+        if not self._left:
+            self._prepare()
+        size, batch = self._batch_size, self._batch
+        end = None
+        try:
+            _gather(self._source, batch, min(n, self._left) * size)
+            end = len(batch)
+        finally:
+            if end is None:
+                end = len(batch) // size * size
+            out += [batch[i : i + size] for i in range(0, end, size)]
+            self._left -= (end + size - 1) // size
+            self._batch = batch[end:]
+
+    def _skip(self, n: int) -> int:
+        self._prepare()
+        try:
+            skipped = self._source._skip(n * self._batch_size)
+        except BaseException:
+            self._fail(self._interval - self._left)
+            raise
+        self._left = 0
+        return (skipped + self._batch_size - 1) // self._batch_size
+
+
+class _Windows:
+    """Wide windows over a list, made when they are asked for: together they would fill the memory."""
+
+    def __init__(self, items: List[Any], width: int) -> None:
+        self._items, self._width = items, width
+
+    def __len__(self) -> int:
+        return max(len(self._items) - self._width + 1, 0)
+
+    def __getitem__(self, index: Any) -> Any:
+        if isinstance(index, slice):
+            return [self[i] for i in range(*index.indices(len(self)))]
+        if index >= len(self):
+            raise IndexError(index)
+        return tuple(self._items[index : index + self._width])
+
+
+_RUNS.add(_Windows)
+
+
+class WindowedIterator(_RunIterator[Tuple[T, ...]]):
+    """
+    Yield tuples of consecutive items, each starting one item after the one before.
+
+    Cost: up to twice the width, or some thousand items, in memory, which restoring reads again.
+
+    Args:
+        source_iterator: where the items come from. Nothing is yielded if it has fewer than `width`.
+        width: number of items in a window.
+
+    Raises:
+        ValueError: `width` is below 1, or `source_iterator` is no `CheckpointableIterator`.
+
+    >>> list(WindowedIterator(NativeCheckpointableIterator(range(5)), width=3))
+    [(0, 1, 2), (1, 2, 3), (2, 3, 4)]
+    """
+
+    _shown = ("width",)
+    _transient: Tuple[str, ...] = ("_items", "_ahead", "_size")
+
+    def __init__(self, source_iterator: CheckpointableIterator[T], width: int) -> None:
+        self._source_iterator, self._source = source_iterator, _adopt(source_iterator)
+        self._inputs = (self._source,)
+        self._width = _integer("width", width)
+        self.setstate(None)
+
+    def _parse(self, checkpoint: Any) -> Tuple[Any, int]:
+        if checkpoint is None:
+            checkpoint = {"source_state": None, "item_index": 0}
+        source_state, number = _keys(self, checkpoint, "source_state", "item_index")
+        self._source._parse(source_state)
+        return source_state, _count(self, "item_index", number)
+
+    def _restore(self, source_state: Any, number: int) -> None:
+        self._source.setstate(source_state)
+        self._items: List[T] = []  # from the first item of the next run on …
+        self._next: Any = None  # … and the source's state before it, taken before the run's last windows need more
+        self._size = self._width  # number of windows in the next run
+        self._rewind(number)
+
+    def _now(self) -> Any:
+        return _copied(self._next) if self._items else self._source.getstate()
+
+    def _save(self) -> Checkpoint:
+        source_state, number = self._position()
+        return {"source_state": source_state, "item_index": number}
+
+    def _read(self) -> Optional[Sequence[Tuple[T, ...]]]:
+        if self._end:  # restored: windows that are out are not made again
+            _pass_over(self._source, self._end)
+            self._start, self._end = self._source.getstate(), 0
+        size, width, items = self._size, self._width, self._items
+        if len(items) <= size:
+            _gather(self._source, items, size)
+            self._next = self._source.getstate()
+        _gather(self._source, items, size + width - 1)
+        if len(items) < width:
+            return None
+        self._items = items[size:]
+        self._size = min(2 * size, max(width, 1000))
+        if width > 1000:
+            return cast(Sequence[Tuple[T, ...]], _Windows(items, width))
+        return list(zip(*[items[i : len(items) - width + 1 + i] for i in range(width)]))
+
+
+class BucketedReadaheadBatchIterator(_RunIterator[List[T]]):
+    """
+    Group items of like length into batches: read ahead a window, sort it, cut it into batches, shuffle the batches.
+
+    Cost: `read_ahead` items in memory; a checkpoint holds the generator's state; restoring reads one window again.
+
+    Args:
+        source_iterator: where the items come from.
+        read_ahead: number of items in a window; the last may be shorter.
+        key: function from an item to what it is sorted by, largest first, such as `len`. None leaves the order.
+        batch_size: number of items in a batch, or a function from the first (longest) item of a batch to that number;
+            below 1 counts as 1.
+        boundary_key: function from an item to anything but None; a batch ends where its value changes.
+        shuffle: whether the batches of a window are shuffled.
+        seed: int, float, str or bytes for `random.Random`. None draws one, which checkpoints carry on.
+
+    Raises:
+        ValueError: `read_ahead` or `batch_size` is below 1, or `source_iterator` is no `CheckpointableIterator`.
+        TypeError: `key`, `batch_size` or `boundary_key` is neither callable nor what else is allowed.
+
+    >>> lines = NativeCheckpointableIterator(["a", "bbb", "cc", "ddd", "e", "ff"])
+    >>> list(BucketedReadaheadBatchIterator(lines, 6, key=len, batch_size=lambda line: 6 // len(line), seed=1))
+    [['cc', 'ff', 'a'], ['e'], ['bbb', 'ddd']]
+    """
+
+    _shown = ("read_ahead", "key", "batch_size", "boundary_key", "shuffle", "seed")
+    _transient: Tuple[str, ...] = ("_random", "_window")
+
+    def __init__(
+        self,
+        source_iterator: CheckpointableIterator[T],
+        read_ahead: int,
+        key: Optional[Callable[[T], Any]],
+        batch_size: Union[int, Callable[[T], Any]],
+        boundary_key: Optional[Callable[[T], Any]] = None,
+        shuffle: bool = True,
+        seed: Any = 0,
+    ) -> None:
+        self._source_iterator, self._source = source_iterator, _adopt(source_iterator)
+        self._inputs = (self._source,)
+        self._read_ahead = _integer("read_ahead", read_ahead)
+        self._key = key if key is None else _function("key", key)
+        self._batch_size = batch_size if callable(batch_size) else _integer("batch_size", batch_size)
+        self._boundary_key = boundary_key if boundary_key is None else _function("boundary_key", boundary_key)
+        self._shuffle = bool(shuffle)
+        self._seed = _seed(seed)
+        self.setstate(None)
+
+    def _parse(self, checkpoint: Any) -> Tuple[Any, Any, int]:
+        if checkpoint is None:
+            checkpoint = {"source_state": None, "random_state": None, "num_served": 0}
+        source_state, state, number = _keys(self, checkpoint, "source_state", "random_state", "num_served")
+        self._source._parse(source_state)
+        number = _count(self, "num_served", number)
+        if number > self._read_ahead:
+            raise _unfit(self, "num_served", "at most read_ahead = {}".format(self._read_ahead), number)
+        return source_state, _random_state(self, "random_state", state), number
+
+    def _restore(self, source_state: Any, state: Any, number: int) -> None:
+        self._source.setstate(source_state)
+        self._random = _generator(self._seed, state)
+        self._window: List[T] = []  # the window that is being gathered
+        self._rewind(number)
+
+    def _now(self) -> Any:
+        return {
+            "source_state": self._source.getstate(),
+            "random_state": self._random.getstate() if self._shuffle else None,
+        }
+
+    def _save(self) -> Checkpoint:
+        start, number = self._position()
+        return dict(start, num_served=number)
+
+    def _read(self) -> Optional[List[List[T]]]:
+        _gather(self._source, self._window, self._read_ahead)
+        if not self._window:
+            return None
+        batches = self._cut(self._window if self._key is None else sorted(self._window, key=self._key, reverse=True))
+        if self._shuffle:
+            batches = _shuffled(batches, self._random)
+        self._window = []
+        return batches
+
+    def _cut(self, window: List[T]) -> List[List[T]]:
+        size, boundary_key = self._batch_size, self._boundary_key
+        if boundary_key is None and not callable(size):
+            return [window[i : i + size] for i in range(0, len(window), size)]
+        boundaries = None if boundary_key is None else list(map(self._boundary, window))
+        batches = []
+        start = 0
+        while start < len(window):
+            end = min(start + (max(1, ceil(size(window[start]))) if callable(size) else size), len(window))
+            if boundaries is not None:
+                boundary = boundaries[start]
+                end = next((i for i in range(start + 1, end) if boundaries[i] != boundary), end)
+            batches.append(window[start:end])
+            start = end
+        return batches
+
+    def _boundary(self, item: T) -> Any:
+        boundary = cast(Callable[[T], Any], self._boundary_key)(item)
+        if boundary is None:
+            raise ValueError("boundary_key must not return None, but did for {!r:.80}".format(item))
+        return boundary
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Combining
+# ---------------------------------------------------------------------------------------------------------------------
+
+
+class ZipIterator(_Stage[Tuple[Any, ...]]):
+    """
+    Yield tuples of one item from each source, to the end of the shortest.
+
+    Cost: none of its own; the state is that of the sources.
+
+    Args:
+        source_iterators: where the items come from. They are not rewound.
+
+    Raises:
+        ValueError: a source is no `CheckpointableIterator`, or there is none.
+
+    >>> list(ZipIterator(NativeCheckpointableIterator("ab"), NativeCheckpointableIterator([1, 2, 3])))
+    [('a', 1), ('b', 2)]
+    """
+
+    _transient: Tuple[str, ...] = ("_held",)
+
+    def __init__(self, *source_iterators: CheckpointableIterator[Any]) -> None:
+        if not source_iterators:
+            raise ValueError("source_iterators must be at least 1, got 0")
+        self._source_iterators = source_iterators
+        self._inputs = tuple([_adopt(source, "source_iterators") for source in source_iterators])
+        self._let_go()
+
+    def _let_go(self) -> None:
+        self._held: List[List[Any]] = [[] for _ in self._inputs]  # items whose partners are not there yet
+
+    def _parse(self, checkpoint: Any) -> Tuple[Any, ...]:
+        if checkpoint is None:
+            return (None,) * len(self._inputs)
+        (states,) = _keys(self, checkpoint, "input_states")
+        return _parse_each(self, "input_states", states, self._inputs)
+
+    def _restore(self, *states: Any) -> None:
+        self._let_go()
+        for source, state in zip(self._inputs, states):
+            source.setstate(state)
+
+    def _save(self) -> Checkpoint:
+        self._back(0)
+        return {"input_states": tuple([source.getstate() for source in self._inputs])}
+
+    def __next__(self) -> Tuple[Any, ...]:
+        for source, held in zip(self._inputs, self._held):
+            if not held:
+                held.append(next(source))
+        return tuple([held.pop(0) for held in self._held])
+
+    def _fill(self, out: List[Tuple[Any, ...]], n: int) -> None:
+        for source, held in zip(self._inputs, self._held):
+            if not held:
+                source._fill(held, n)
+        n = min(n, min(map(len, self._held)))
+        out += zip(*[held[:n] for held in self._held])
+        for held in self._held:
+            del held[:n]
+
+    def _skip(self, n: int) -> int:
+        self._back(0)
+        return min([source._skip(n) for source in self._inputs])
+
+    def _back(self, n: int) -> None:
+        for source, held in zip(self._inputs, self._held):
+            if n + len(held):
+                source._back(n + len(held))
+        self._let_go()
+
+
+def _parse_each(stage: Any, key: str, states: Any, sources: Sequence["_Stage[Any]"]) -> Tuple[Any, ...]:
+    if not isinstance(states, (list, tuple)) or len(states) != len(sources):
+        raise _unfit(stage, key, "a list of the states of its {} sources".format(len(sources)), states)
+    for source, state in zip(sources, states):
+        source._parse(state)
+    return tuple(states)
+
+
+class MultiplexIterator(_Stage[T]):
+    """
+    Take each next item from the source whose index another iterator yields.
+
+    Ends when the control ends, or the source that it names.
+
+    Cost: none of its own; the state is that of the sources.
+
+    Args:
+        control_iterator: yields indices into `source_iterators`.
+        source_iterators: where the items come from.
+
+    Raises:
+        ValueError: `control_iterator` or a source is no `CheckpointableIterator`.
+        IndexError: from `next()`, an index is out of range.
+
+    >>> control = NativeCheckpointableIterator([0, 1, 1])
+    >>> list(MultiplexIterator(control, [NativeCheckpointableIterator("ab"), NativeCheckpointableIterator("xyz")]))
+    ['a', 'x', 'y']
+    """
+
+    _positioned = False
+    _transient: Tuple[str, ...] = ("_index", "_last")
+
+    def __init__(
+        self, control_iterator: CheckpointableIterator[int], source_iterators: Sequence[CheckpointableIterator[T]]
+    ) -> None:
+        self._control_iterator, self._control = control_iterator, _adopt(control_iterator, "control_iterator")
+        self._source_iterators = list(source_iterators)
+        self._items_from = [_adopt(source, "source_iterators") for source in self._source_iterators]
+        self._inputs = (self._control,) + tuple(self._items_from)
+        self.setstate(None)
+
+    def _parse(self, checkpoint: Any) -> Tuple[Any, ...]:
+        if checkpoint is None:
+            return (None,) * len(self._inputs)
+        control_state, states = _keys(self, checkpoint, "control_iterator_state", "source_iterator_states")
+        self._control._parse(control_state)
+        return (control_state,) + _parse_each(self, "source_iterator_states", states, self._items_from)
+
+    def _restore(self, *states: Any) -> None:
+        self._index: List[int] = []  # an index whose source has not given its item yet
+        for source, state in zip(self._inputs, states):
+            source.setstate(state)
+
+    def _save(self) -> Checkpoint:
+        if self._index:
+            self._control._back(1)
+            self._index = []
+        return {
+            "control_iterator_state": self._control.getstate(),
+            "source_iterator_states": [source.getstate() for source in self._items_from],
+        }
+
+    def __next__(self) -> T:
+        if not self._index:
+            self._index.append(next(self._control))
+        source = self._items_from[self._index[0]]
+        item: T = next(source)
+        self._last = source
+        self._index = []
+        return item
+
+    def _fill(self, out: List[T], n: int) -> None:
+        super()._fill(out, 1)  # one, which can be taken back: each source can take back its last call alone
+
+    def _back(self, n: int) -> None:
+        if n:
+            self._last._back(1)
+            self._control._back(1)
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Working ahead, and in several processes
+# ---------------------------------------------------------------------------------------------------------------------
+
+
+class _MarkedIterator(_Stage[T]):
+    """A stage that takes its source's state every `_every` items, and counts the items since."""
+
+    _positioned = False
+    _transient: Tuple[str, ...] = ("_mark", "_since", "_passed")
+    _source: _Stage[T]
+    _every: int
+
+    def _restore(self, source_state: Any, since: int) -> None:
+        self._source.setstate(source_state)
+        self._mark: Any = None  # the source's state at the last mark; None: as things stand
+        self._since = since
+        self._passed = False  # whether the items that were out when the checkpoint was made are passed over
+
+    def _position(self) -> Tuple[Any, int]:
+        if self._passed and self._since >= self._every:
+            return self._source.getstate(), 0
+        if self._mark is None:
+            self._mark = self._source.getstate()
+        return _copied(self._mark), self._since
+
+    def _prepare(self) -> int:
+        """Return how many items may come before the next mark."""
+        self._mark, since = self._position()
+        if not self._passed:
+            self._since = _pass_over(self._source, since)
+            self._passed = True
+            self._mark, since = self._position()
+        self._since = since
+        return self._every - since
+
+    def __next__(self) -> T:
+        if not self._passed or self._since >= self._every:
+            self._prepare()
+        item = next(self._source)
+        self._since += 1
+        return item
+
+    def _fill(self, out: List[T], n: int) -> None:
+        n, length = min(n, self._prepare()), len(out)
+        try:
+            self._source._fill(out, n)
+        finally:
+            self._since += len(out) - length
+
+    def _skip(self, n: int) -> int:
+        skipped = 0
+        while skipped < n:
+            step = self._source._skip(min(n - skipped, self._prepare()))
+            if not step:
+                break
+            self._since += step
+            skipped += step
+        return skipped
+
+    def _back(self, n: int) -> None:
+        if n:
+            self._source._back(n)
+            self._since -= n
+
+
+class PrefetchIterator(_MarkedIterator[T]):
+    """
+    Yield the same items as the source.
+
+    Args:
+        source_iterator: where the items come from.
+        buffer_size: number of items that are computed ahead at most.
+        buffer_in_main_process: accepted for programs written for Infinibatch 0.1.1, without effect.
+        log_empty_buffer_warning: whether to log a warning when no item is ready.
+
+    Raises:
+        ValueError: `buffer_size` is below 1, or `source_iterator` is no `CheckpointableIterator`.
+
+    >>> list(PrefetchIterator(NativeCheckpointableIterator("abc"), buffer_size=2))
+    ['a', 'b', 'c']
+    """
+
+    _shown = ("buffer_size",)
+
+    def __init__(
+        self,
+        source_iterator: CheckpointableIterator[T],
+        buffer_size: int,
+        buffer_in_main_process: bool = False,
+        log_empty_buffer_warning: bool = False,
+    ) -> None:
+        self._source_iterator, self._source = source_iterator, _adopt(source_iterator)
+        self._inputs = (self._source,)
+        self._every = self._buffer_size = _integer("buffer_size", buffer_size)
+        self._log_empty_buffer_warning = log_empty_buffer_warning
+        self.setstate(None)
+
+    def _parse(self, checkpoint: Any) -> Tuple[Any, int]:
+        if checkpoint is None:
+            checkpoint = {"source_state": None, "item_offset": 0}
+        source_state, since = _keys(self, checkpoint, "source_state", "item_offset")
+        self._source._parse(source_state)
+        return source_state, _count(self, "item_offset", since)
+
+    def _save(self) -> Checkpoint:
+        mark, since = self._position()
+        return {"source_state": mark, "item_offset": since}
+
+
+class ParallelMapIterator(_MarkedIterator[T]):
+    """
+    Apply a function to each item, in order.
+
+    Args:
+        source_iterator: where the items come from.
+        transform: function of one item. If it raises, the next `next()` calls it again with the same item.
+        num_processes: number of processes.
+        num_items_per_process: number of items in a block, for each process.
+
+    Raises:
+        ValueError: a number is below 1, or `source_iterator` is no `CheckpointableIterator`.
+        TypeError: `transform` is not callable.
+
+    >>> list(ParallelMapIterator(NativeCheckpointableIterator("abc"), str.upper, 2, 10))
+    ['A', 'B', 'C']
+    """
+
+    _shown = ("transform", "num_processes", "num_items_per_process")
+
+    def __init__(
+        self,
+        source_iterator: CheckpointableIterator[Any],
+        transform: Callable[[Any], T],
+        num_processes: int,
+        num_items_per_process: int,
+    ) -> None:
+        self._source_iterator, self._source = source_iterator, MapIterator(source_iterator, transform)
+        self._inputs = self._source._inputs
+        self._transform = transform
+        self._num_processes = _integer("num_processes", num_processes)
+        self._num_items_per_process = _integer("num_items_per_process", num_items_per_process)
+        self._every = self._num_processes * self._num_items_per_process
+        self.setstate(None)
+
+    def _parse(self, checkpoint: Any) -> Tuple[Any, int]:
+        if checkpoint is None:
+            checkpoint = {"source_state": None, "flattened_items_yielded": 0}
+        state, since = _keys(self, checkpoint, "source_state", "flattened_items_yielded")
+        if state is not None:
+            (state,) = _keys(self, state, "source_state")
+        self._source._parse(state)
+        return state, _count(self, "flattened_items_yielded", since)
+
+    def _save(self) -> Checkpoint:
+        mark, since = self._position()
+        return {"source_state": {"source_state": mark}, "flattened_items_yielded": since}
