@@ -2,7 +2,6 @@
 Checkpointable iterators.
 """
 import copy
-import functools
 import logging
 import operator
 import os
@@ -554,11 +553,13 @@ class _RunIterator(_Stage[T]):
         self._rest = rest
 
     def __next__(self) -> T:
+        item: T
         for item in self._rest:
-            return cast(T, item)
+            return item
         while self._stream is not None or self._load():
             if self._stream is None:
-                return cast(T, next(self._rest))
+                item = next(self._rest)
+                return item
             try:
                 for item in self._stream:
                     self._end += 1
@@ -634,9 +635,8 @@ class _ReplayIterator(_Stage[T]):
     """
     A stage whose steps cannot be taken back.
 
-    It keeps a snapshot of its state every few hundred steps. Only after a failure it goes there again and repeats the
-    good steps since. A snapshot that takes long is taken less often. A stage defines `_restore`, which ends with
-    `_rewind()`, `_move` (`_restore` without that) and `_replay` (repeat n steps).
+    It takes a snapshot of its state every so many steps. Only after a failure it goes there again and repeats the good
+    steps since. A snapshot that takes long is taken less often. A stage defines `_move`: go to a checkpoint.
     """
 
     _interval = 256
@@ -644,19 +644,20 @@ class _ReplayIterator(_Stage[T]):
     _snapshot: Any = None
     _broken = False
     _good = 0  # steps since the snapshot, once broken
-    _marked = 0.0
+    _marked = _cost = 0.0  # when the last snapshot was taken, and the seconds that it took
     _positioned = False
-    _transient: Tuple[str, ...] = ("_interval", "_left", "_snapshot", "_broken", "_good", "_marked")
+    _transient: Tuple[str, ...] = ("_interval", "_left", "_snapshot", "_broken", "_good", "_marked", "_cost")
 
     def _move(self, *fields: Any) -> None:
-        raise NotImplementedError
-
-    def _replay(self, n: int) -> None:
         raise NotImplementedError
 
     def _restore(self, *fields: Any) -> None:
         self._broken, self._left = False, 0
         self._move(*fields)
+
+    def _taken(self) -> int:
+        """Return the number of good steps since the snapshot."""
+        return self._good if self._broken else self._interval - self._left
 
     def _fail(self, good: int) -> None:
         """Note that only the first `good` steps since the snapshot count."""
@@ -664,28 +665,43 @@ class _ReplayIterator(_Stage[T]):
 
     def _recover(self) -> None:
         """Stand behind the last good step."""
-        if self._broken:
-            self._move(*self._parse(self._snapshot))
-            self._replay(self._good)
-            self._broken, self._left = False, self._interval - self._good
+        if not self._broken:
+            return
+        snapshot, good = self._snapshot, self._good
+        try:
+            self._restore(*self._parse(snapshot))
+            repeated: List[T] = []
+            _gather(self, repeated, good)
+            if len(repeated) < good:
+                raise _beyond(self, good, len(repeated))
+        except BaseException:
+            self._snapshot = snapshot
+            self._fail(good)
+            raise
+
+    def _mark(self) -> None:
+        """Take a snapshot."""
+        begin = perf_counter()
+        self._snapshot = self._save()
+        self._marked = perf_counter()
+        self._cost = self._marked - begin
 
     def _prepare(self) -> None:
         """Be ready for at least one more step."""
         self._recover()
-        if self._left <= 0:
-            begin = perf_counter()
-            self._snapshot = self._save()
-            end = perf_counter()
-            if (end - begin) * 20 > begin - self._marked:
+        if not self._left:
+            if self._cost * 20 > perf_counter() - self._marked:
                 self._interval = min(2 * self._interval, 1 << 16)
-            self._left, self._marked = self._interval, end
+            self._mark()
+            self._left = self._interval
 
     def getstate(self) -> Checkpoint:
         self._recover()
         return self._save()
 
     def _back(self, n: int) -> None:
-        self._fail((self._good if self._broken else self._interval - self._left) - n)
+        if n:
+            self._fail(self._taken() - n)
 
 
 class _Foreign(_ReplayIterator[T]):
@@ -708,9 +724,6 @@ class _Foreign(_ReplayIterator[T]):
     def _move(self, checkpoint: Any) -> None:
         self._ended = False
         self._iterator.setstate(_copied(checkpoint))
-
-    def _replay(self, n: int) -> None:
-        _advance_iterator(self._iterator, n)
 
     def __next__(self) -> T:
         if not self._left:
@@ -1148,15 +1161,16 @@ class MapIterator(_Stage[T]):
         return self._source.getstate()
 
     def __next__(self) -> T:
-        held = self._held
-        if not held:
-            held.append(next(self._source))
+        item = self._held[0] if self._held else next(self._source)
+        output: T
         try:
-            item = self._transform(held[0])
-        except StopIteration as error:
+            output = self._transform(item)
+        except BaseException as error:
+            self._held = self._held or [item]
             _reraise(error, "transform")
-        del held[0]
-        return cast(T, item)
+        if self._held:
+            del self._held[0]
+        return output
 
     def _fill(self, out: List[T], n: int) -> None:
         if not self._held:
@@ -1279,8 +1293,8 @@ class RecurrentIterator(_ReplayIterator[T]):
     """
 
     _shown = ("step_function", "initial_state")
-    _culprit = "step_function"
-    _transient: Tuple[str, ...] = ("_recurrent_state", "_apply")
+    _interval = 1
+    _transient: Tuple[str, ...] = ("_recurrent_state", "_items", "_rest", "_error")
 
     def __init__(
         self,
@@ -1303,57 +1317,85 @@ class RecurrentIterator(_ReplayIterator[T]):
 
     def _move(self, recurrent_state: Any, source_state: Any) -> None:
         self._source.setstate(source_state)
-        self._recurrent_state = _copied(recurrent_state)
-        self._apply = self._step
+        self._set(recurrent_state)
+        self._items: List[Any] = []  # source items since the snapshot …
+        self._rest: Any = iter(self._items)  # … and those of them that are still to be treated
+        self._error: Optional[Exception] = None  # what the source raised behind them
 
-    def _step(self, item: Any) -> T:
-        self._recurrent_state, output = self._step_function(self._recurrent_state, item)
-        return cast(T, output)
+    def _set(self, state: Any) -> None:
+        self._recurrent_state = _copied(state)
 
     def _save(self) -> Checkpoint:
         return {"recurrent_state": _copied(self._recurrent_state), "source_state": self._source.getstate()}
 
+    def getstate(self) -> Checkpoint:
+        self._recover()
+        left = self._rest.__length_hint__()
+        if left:
+            self._source._back(left)
+            del self._items[-left:]
+            self._rest, self._error, self._interval = iter(()), None, 1
+        return self._save()
+
+    def _taken(self) -> int:
+        return self._good if self._broken else len(self._items) - self._rest.__length_hint__()
+
+    def _fail(self, good: int) -> None:
+        super()._fail(good)
+        self._rest = iter(())
+
+    def _load(self, n: int) -> bool:
+        """Have source items at hand, at most n; False at the end of the data."""
+        self._recover()
+        if not self._rest.__length_hint__():
+            if self._error is not None:
+                error, self._error = self._error, None
+                raise error
+            self._mark()
+            self._items = []
+            try:
+                self._source._fill(self._items, n)
+            except Exception as error:
+                if not self._items:
+                    raise
+                self._error = error  # it comes after them
+            finally:
+                self._rest = iter(self._items)
+        return bool(self._rest.__length_hint__())
+
+    def _ahead(self) -> bool:
+        """Have source items at hand: twice as many as before if those were gone in a millisecond."""
+        elapsed = perf_counter() - self._marked
+        if elapsed < 0.001 or elapsed < 20 * self._cost:
+            self._interval = min(2 * self._interval, 256)
+        return self._load(self._interval)
+
     def __next__(self) -> T:
-        if not self._left:
-            self._prepare()
-        item = next(self._source)
-        try:
-            output = self._apply(item)
-        except BaseException as error:
-            self._fail(self._interval - self._left)
-            _reraise(error, self._culprit)
-        self._left -= 1
-        return output
+        output: T
+        for item in self._rest:
+            try:
+                self._recurrent_state, output = self._step_function(self._recurrent_state, item)
+            except BaseException as error:
+                self._fail(self._taken() - 1)
+                _reraise(error, "step_function")
+            return output
+        if self._ahead():
+            return self.__next__()
+        raise StopIteration
+
+    def _steps(self, items: Iterator[Any], append: Callable[[T], None]) -> None:
+        step = self._step_function
+        for item in items:
+            self._recurrent_state, output = step(self._recurrent_state, item)
+            append(output)
 
     def _fill(self, out: List[T], n: int) -> None:
-        if not self._left:
-            self._prepare()
-        items: List[Any] = []
-        length, append, apply = len(out), out.append, self._apply
-        done = False
-        try:
+        if self._load(min(n, 1000)):
             try:
-                self._source._fill(items, min(n, self._left))
-            finally:
-                for item in items:
-                    append(apply(item))
-            done = True
-        except StopIteration as error:
-            _reraise(error, self._culprit)
-        finally:
-            self._left -= len(out) - length
-            if not done:
-                self._fail(self._interval - self._left)
-
-    def _replay(self, n: int) -> None:
-        while n:
-            items: List[Any] = []
-            self._source._fill(items, n)
-            if not items:
-                raise _beyond(self._source, n, 0)
-            for item in items:
-                self._apply(item)
-            n -= len(items)
+                self._steps(islice(self._rest, n), out.append)
+            except BaseException as error:
+                self._fail(self._taken() - 1)
+                _reraise(error, self._shown[0])
 
     def _skip(self, n: int) -> int:
         skipped = 0
@@ -1389,7 +1431,6 @@ class SamplingRandomMapIterator(RecurrentIterator[T]):
     """
 
     _shown = ("transform", "seed")
-    _culprit = "transform"
     _transient: Tuple[str, ...] = ("_random",)
 
     def __init__(
@@ -1411,13 +1452,29 @@ class SamplingRandomMapIterator(RecurrentIterator[T]):
         self._source._parse(source_state)
         return _random_state(self, "recurrent_state", state), source_state
 
-    def _move(self, state: Any, source_state: Any) -> None:
-        self._source.setstate(source_state)
+    def _set(self, state: Any) -> None:
         self._random = _generator(self._seed, state)
-        self._apply = functools.partial(self._transform, self._random)
 
     def _save(self) -> Checkpoint:
         return {"recurrent_state": self._random.getstate(), "source_state": self._source.getstate()}
+
+    def __next__(self) -> T:
+        output: T
+        for item in self._rest:
+            try:
+                output = self._transform(self._random, item)
+            except BaseException as error:
+                self._fail(self._taken() - 1)
+                _reraise(error, "transform")
+            return output
+        if self._ahead():
+            return self.__next__()
+        raise StopIteration
+
+    def _steps(self, items: Iterator[Any], append: Callable[[T], None]) -> None:
+        transform, generator = self._transform, self._random
+        for item in items:
+            append(transform(generator, item))
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -1564,17 +1621,31 @@ class BufferedShuffleIterator(_Stage[T]):
         return checkpoint
 
     def _draw(self) -> None:
-        if self._drawn == len(self._slots):
-            size, bits, getrandbits = self._buffer_size, self._buffer_size.bit_length(), self._random.getrandbits
-            before, slots = self._random.getstate(), []
-            for _ in repeat(None, 256):
+        size, bits, getrandbits = self._buffer_size, self._buffer_size.bit_length(), self._random.getrandbits
+        before, slots = self._random.getstate(), []
+        for _ in repeat(None, 256):
+            slot = getrandbits(bits)
+            while slot >= size:  # as Random.randrange(size) does
                 slot = getrandbits(bits)
-                while slot >= size:
-                    slot = getrandbits(bits)
-                slots.append(slot)
-            self._before, self._slots, self._drawn = before, slots, 0
+            slots.append(slot)
+        self._before, self._slots, self._drawn = before, slots, 0
 
     def __next__(self) -> T:
+        while not self._ended:
+            if self._drawn == len(self._slots):
+                self._draw()
+            try:
+                item = next(self._source)
+            except StopIteration:
+                self._ended = True
+                break
+            slot = self._slots[self._drawn]
+            self._drawn += 1
+            old: T = self._buffer[slot]
+            self._buffer[slot] = item
+            if old is not _EMPTY:
+                self._undo = [(slot, old)]
+                return old
         out: List[T] = []
         self._fill(out, 1)
         if not out:
@@ -1584,7 +1655,8 @@ class BufferedShuffleIterator(_Stage[T]):
     def _fill(self, out: List[T], n: int) -> None:
         length, buffer = len(out), self._buffer
         while len(out) == length and not self._ended:
-            self._draw()
+            if self._drawn == len(self._slots):
+                self._draw()
             items: List[T] = []
             try:
                 self._source._fill(items, min(n, len(self._slots) - self._drawn))
@@ -1674,12 +1746,9 @@ class FixedBatchIterator(_ReplayIterator[List[T]]):
         self._source.setstate(source_state)
         self._batch: List[T] = []  # the batch that is being gathered
 
-    def _replay(self, n: int) -> None:
-        self._source._skip(n * self._batch_size)
-
     def _recover(self) -> None:
         if self._batch and not self._broken:
-            self._fail(self._interval - self._left)
+            self._fail(self._taken())
         super()._recover()
 
     def _save(self) -> Checkpoint:
@@ -1716,7 +1785,7 @@ class FixedBatchIterator(_ReplayIterator[List[T]]):
         try:
             skipped = self._source._skip(n * self._batch_size)
         except BaseException:
-            self._fail(self._interval - self._left)
+            self._fail(self._taken())
             raise
         self._left = 0
         return (skipped + self._batch_size - 1) // self._batch_size
@@ -1896,13 +1965,14 @@ class BucketedReadaheadBatchIterator(_RunIterator[List[T]]):
         if boundary_key is None and not callable(size):
             return [window[i : i + size] for i in range(0, len(window), size)]
         boundaries = None if boundary_key is None else list(map(self._boundary, window))
-        batches = []
+        batches: List[List[T]] = []
         start = 0
         while start < len(window):
-            end = min(start + (max(1, ceil(size(window[start]))) if callable(size) else size), len(window))
+            number = size(window[start]) if callable(size) else size
+            end = start + (number if type(number) is int else ceil(number)) if number > 1 else start + 1
             if boundaries is not None:
                 boundary = boundaries[start]
-                end = next((i for i in range(start + 1, end) if boundaries[i] != boundary), end)
+                end = next((i for i in range(start + 1, min(end, len(window))) if boundaries[i] != boundary), end)
             batches.append(window[start:end])
             start = end
         return batches
@@ -1935,7 +2005,7 @@ class ZipIterator(_Stage[Tuple[Any, ...]]):
     [('a', 1), ('b', 2)]
     """
 
-    _transient: Tuple[str, ...] = ("_held",)
+    _transient: Tuple[str, ...] = ("_held", "_holding")
 
     def __init__(self, *source_iterators: CheckpointableIterator[Any]) -> None:
         if not source_iterators:
@@ -1946,6 +2016,7 @@ class ZipIterator(_Stage[Tuple[Any, ...]]):
 
     def _let_go(self) -> None:
         self._held: List[List[Any]] = [[] for _ in self._inputs]  # items whose partners are not there yet
+        self._holding = False
 
     def _parse(self, checkpoint: Any) -> Tuple[Any, ...]:
         if checkpoint is None:
@@ -1963,12 +2034,22 @@ class ZipIterator(_Stage[Tuple[Any, ...]]):
         return {"input_states": tuple([source.getstate() for source in self._inputs])}
 
     def __next__(self) -> Tuple[Any, ...]:
-        for source, held in zip(self._inputs, self._held):
-            if not held:
-                held.append(next(source))
-        return tuple([held.pop(0) for held in self._held])
+        items: List[Any] = []
+        if self._holding:
+            self._fill(items, 1)
+            if not items:
+                raise StopIteration
+            return cast(Tuple[Any, ...], items[0])
+        try:
+            for source in self._inputs:
+                items.append(next(source))
+        except BaseException:
+            self._held, self._holding = [items[i : i + 1] for i in range(len(self._inputs))], True
+            raise
+        return tuple(items)
 
     def _fill(self, out: List[Tuple[Any, ...]], n: int) -> None:
+        self._holding = True
         for source, held in zip(self._inputs, self._held):
             if not held:
                 source._fill(held, n)
@@ -1976,6 +2057,7 @@ class ZipIterator(_Stage[Tuple[Any, ...]]):
         out += zip(*[held[:n] for held in self._held])
         for held in self._held:
             del held[:n]
+        self._holding = any(self._held)
 
     def _skip(self, n: int) -> int:
         self._back(0)

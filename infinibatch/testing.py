@@ -70,10 +70,11 @@ def check_iterator(
 
     Raises:
         AssertionError: the contract is broken. The message names the check, the position, and both sequences.
+        TypeError: `errors` are no exception classes.
         ValueError: an argument is out of range, `take` is missing, or the pipeline never calls the function it got.
 
     Cost: builds some fifteen iterators per position and reads each to its end, so time grows with the square of the
-    number of items; a hundred take well under a second.
+    number of items; a hundred take about a second.
 
     >>> class Countdown(CheckpointableIterator):
     ...     def __init__(self, start):
@@ -101,11 +102,21 @@ def check_iterator(
     AssertionError: restored from the state itself into a fresh instance at position 1: differs at item 1
       expected from item 1: 2, 1, <end>
       got from item 1:      3, 2, 1, ...
+
+    >>> from infinibatch.iterators import MapIterator
+    >>> def make(fail_at_times):
+    ...     def double(item):
+    ...         fail_at_times()
+    ...         return 2 * item
+    ...     return MapIterator(Countdown(3), double)
+    >>> check_iterator(make, [6, 4, 2], errors=[ValueError, StopIteration])
     """
     if take is not None and take < 1:
         raise ValueError("take must be at least 1, got {}".format(take))
     if positions is not None and positions < 2:
         raise ValueError("positions must be at least 2, got {}".format(positions))
+    if isinstance(errors, type) or not all(isinstance(e, type) and issubclass(e, BaseException) for e in errors):
+        raise TypeError("errors must be a sequence of exception classes, got {!r}".format(errors))
     check = _Check(make, positions, through_json, pickles, errors, seed)
     try:
         check.run(expected, take)

@@ -458,6 +458,12 @@ class GivesTooManyInARun(Sums):
         super()._fill(out, n + 1)
 
 
+class GivesAnEmptyRun(Sums):
+    def _fill(self, out, n):
+        if self.index != 5:
+            super()._fill(out, n)
+
+
 class SkipsOneTooFew(Sums):
     def _skip(self, n):
         return super()._skip(n - 1) + 1 if n > 1 else super()._skip(n)
@@ -545,6 +551,11 @@ MISTAKES = [
     ),
     (ForgetsARunWhereAnErrorComes, {"errors": [ValueError]}, r"then _fill\(\) at position \d+: differs at item \d+"),
     (GivesTooManyInARun, {}, r"read in runs of up to 1 at position 0: _fill\(out, 1\) left \[.*\] in out"),
+    (
+        GivesAnEmptyRun,
+        {},
+        r"read in runs of up to 1 at position 0: differs at item 5\n.*: 9, 14, 23, .*\n.*: +9, 14, <end>",
+    ),
     (SkipsOneTooFew, {}, r"skipped to at position 2: differs at item 2"),
     (MiscountsWhatItSkipped, {}, r"skipped to at position 0: _skip\(1\) at item 11 returned 1, expected 0"),
     (SkipsWithoutTheState, {}, r"skipped to at position 1: differs at item 1"),
@@ -746,12 +757,14 @@ class TestCheckIterator(unittest.TestCase):
         self.assertLess(len(str(caught.exception)), 500)
 
     def test_bad_arguments_are_refused(self):
-        for arguments, pattern in [
-            ({"take": 0}, "take must be at least 1, got 0"),
-            ({"positions": 1}, "positions must be at least 2, got 1"),
+        for arguments, error, pattern in [
+            ({"take": 0}, ValueError, "take must be at least 1, got 0"),
+            ({"positions": 1}, ValueError, "positions must be at least 2, got 1"),
+            ({"errors": KeyError}, TypeError, "errors must be a sequence of exception classes, got <class 'KeyError'>"),
+            ({"errors": [int]}, TypeError, r"errors must be a sequence of exception classes, got \[<class 'int'>\]"),
         ]:
             with self.subTest(pattern):
-                with self.assertRaisesRegex(ValueError, pattern):
+                with self.assertRaisesRegex(error, pattern):
                     check_iterator(Sums, **arguments)
 
     def test_endless_iterator_needs_take(self):
