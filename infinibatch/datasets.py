@@ -8,6 +8,8 @@ from .iterators import (
     MapIterator,
     PrefetchIterator,
     SelectManyIterator,
+    _function,
+    _integer,
     create_source_iterator,
 )
 
@@ -77,6 +79,8 @@ def chunked_dataset_iterator(
     >>> sorted(next(items) for _ in range(5))
     [1, 2, 3, 4, 5]
     """
+    _function("read_chunk_fn", read_chunk_fn)
+    _integer("buffer_size", buffer_size)
     items: CheckpointableIterator[Any] = SelectManyIterator(
         create_source_iterator(chunk_refs, train, seed, shuffle, num_instances, instance_rank), read_chunk_fn
     )

@@ -298,7 +298,7 @@ class CheckpointableIterator(Iterator[T]):
         return n
 
     def _back(self, n: int) -> None:
-        """Take back the last n of the items that the last call of `__next__` or `_fill` gave."""
+        """Take back the last n, at least one, of the items that the last call of `__next__` or `_fill` gave."""
         raise NotImplementedError("{} is adopted before it is asked".format(type(self).__name__))
 
     def _parse(self, checkpoint: Any) -> Tuple[Any, ...]:
@@ -421,11 +421,15 @@ class _Stage(CheckpointableIterator[T]):
             self._restore(*fields)
             self._positioned = True
             return
-        before = self.getstate()
+        try:
+            before = self.getstate()
+        except Exception:  # a source that fails for good, which setstate() may mend
+            before = None
         try:
             self._restore(*fields)
         except BaseException:  # out of a user's own setstate(): all others go back to where they were
-            self._restore(*self._parse(before))
+            if before is not None:
+                self._restore(*self._parse(before))
             raise
 
     def _holds_foreign(self) -> bool:
@@ -457,6 +461,8 @@ def _adopt(source: Any, name: str = "source_iterator") -> "_Stage[Any]":
     return cast("_Stage[Any]", source)
 
 
+_END: Any = object()  # in place of a run
+
 _RUNS: Set[type] = {list, tuple, range, str, bytes}  # their iterators say where they are, and can be set
 
 # Three ways to keep the position, from the cheapest to the dearest; each stage uses one.
@@ -469,7 +475,7 @@ class _RunIterator(_Stage[T]):
     The position in a run is kept by the run's own iterator, `_rest`: `_end` items up to the end of the run, less what
     `_rest` has left. A run that is no plain sequence is a `_stream`, its items counted in `_end` as they come.
 
-    A stage defines `_read`: return the next run, or None at the end. If that raises, it holds what it has read and
+    A stage defines `_read`: return the next run, or `_END`. If that raises, it holds what it has read and
     goes on with it at the next call.
     """
 
@@ -485,7 +491,7 @@ class _RunIterator(_Stage[T]):
     def _now(self) -> Any:
         """Return the state in which the next run would be read."""
 
-    def _read(self) -> Optional[Iterable[T]]:
+    def _read(self) -> Iterable[T]:
         raise NotImplementedError
 
     def _rewind(self, position: int) -> None:
@@ -512,7 +518,7 @@ class _RunIterator(_Stage[T]):
             run = self._read()
         except StopIteration as error:
             _reraise(error, "a function called by {}".format(type(self).__name__))
-        if run is None:
+        if run is _END:
             self._end = 0  # 0.1.1 left the length of the last run here
             return False
         if type(run) in _RUNS:
@@ -700,8 +706,7 @@ class _ReplayIterator(_Stage[T]):
         return self._save()
 
     def _back(self, n: int) -> None:
-        if n:
-            self._fail(self._taken() - n)
+        self._fail(self._taken() - n)
 
 
 class _Foreign(_ReplayIterator[T]):
@@ -831,48 +836,51 @@ class NativeCheckpointableIterator(_RunIterator[T]):
         return self._iterable
 
 
-def _fingerprint(items: Sequence[Any], num_instances: int) -> Checkpoint:
-    """Return what tells one list of chunks from another: its length, and a digest of the names where it has some."""
-    digest = None
-    if all(isinstance(item, (str, os.PathLike)) for item in items):
-        import hashlib  # here: it takes milliseconds to load
-
-        names = "\n".join([os.path.basename(os.fspath(item)) for item in items])
-        digest = hashlib.sha256(names.encode("utf-8", "surrogatepass")).hexdigest()[:16]
-    return {"length": len(items), "num_instances": num_instances, "digest": digest}
-
-
 class _ListSource(_RunIterator[T]):
-    """A source made from a list: its checkpoints say from which, and another list's are refused."""
+    """
+    A source made from a list: its checkpoints say from which, and for which instance; others are refused.
+
+    What tells lists apart is their length, and a digest of the items' names where they are paths or text.
+    """
 
     _source_items: List[T]
     _num_instances: int
-    _fingerprint: Optional[Checkpoint] = None
-    _transient: Tuple[str, ...] = ("_fingerprint",)
+    _instance_rank: int
+    _digest: Any = _END
+    _transient: Tuple[str, ...] = ("_digest",)
 
     def _origin(self) -> Checkpoint:
-        if self._fingerprint is None:
-            self._fingerprint = _fingerprint(self._source_items, self._num_instances)
-        return dict(self._fingerprint)
+        items = self._source_items
+        if self._digest is _END:
+            self._digest = None
+            if items and all(isinstance(item, (str, os.PathLike)) for item in items):
+                import hashlib  # here: it takes milliseconds to load
+
+                names = "\n".join([os.path.basename(os.fsdecode(cast(str, item))) for item in items])
+                self._digest = hashlib.sha256(names.encode("utf-8", "surrogatepass")).hexdigest()[:16]
+        return {
+            "length": len(items),
+            "num_instances": self._num_instances,
+            "instance_rank": self._instance_rank,
+            "digest": self._digest,
+        }
 
     def _check_source(self, checkpoint: Checkpoint) -> None:
         if "source" not in checkpoint:  # as in checkpoints of Infinibatch 0.1.1
             return
-        source = checkpoint["source"]
-        theirs = _keys(self, source, "length", "num_instances", "digest")
-        for key, there, here in zip(("length", "num_instances", "digest"), theirs, self._origin().values()):
-            if there != here and (key != "digest" or there is not None):
+        here = self._origin()
+        for key, there in zip(here, _keys(self, checkpoint["source"], *here)):
+            if there != here[key]:
                 raise ValueError(
-                    "the checkpoint of {} does not fit: it was made with {} and this pipeline has {}".format(
+                    "the checkpoint of {} does not fit: it was made with {}, here it is {}".format(
                         type(self).__name__,
-                        *[
-                            {
-                                "length": "{} source items",
-                                "num_instances": "num_instances = {}",
-                                "digest": "source items of other names (digest {})",
-                            }[key].format(value)
-                            for value in (there, here)
-                        ]
+                        {
+                            "length": "a list of {} items",
+                            "num_instances": "num_instances = {}",
+                            "instance_rank": "instance_rank = {}",
+                            "digest": "a list of items with other names (digest {})",
+                        }[key].format(there),
+                        here[key],
                     )
                 )
 
@@ -987,6 +995,8 @@ class InfinitePermutationSourceIterator(_ListSource[T]):
         state, index = _keys(self, checkpoint, "random_state", "index")
         state, index = _random_state(self, "random_state", state), _count(self, "index", index)
         self._check_source(checkpoint)
+        if index >= len(self._source_items) + self._num_instances:
+            raise _unfit(self, "index", "less than the number of items and instances", index)
         return state, index
 
     def _restore(self, state: Any, index: int) -> None:
@@ -1031,7 +1041,7 @@ class InfinitePermutationSourceIterator(_ListSource[T]):
         if self._shuffle:
             if self._copies is None:
                 self._copies = not _all_immutable(items)
-            items = _shuffled(copy.deepcopy(items) if self._copies else items, self._random)
+            items = _shuffled([copy.deepcopy(item) for item in items] if self._copies else items, self._random)
         self._run = items if (self._index, self._num_instances) == (0, 1) else items[self._index :: self._num_instances]
         self._end, self._pending = len(self._run), False
         self._seek(0)
@@ -1157,7 +1167,7 @@ class MapIterator(_Stage[T]):
         self._source.setstate(checkpoint)
 
     def _save(self) -> Checkpoint:
-        self._back(0)
+        self._give_back()
         return self._source.getstate()
 
     def __next__(self) -> T:
@@ -1196,11 +1206,14 @@ class MapIterator(_Stage[T]):
         del self._held[:held]
         return held + (self._source._skip(n - held) if n > held else 0)
 
-    def _back(self, n: int) -> None:
-        n += len(self._held)
-        if n:
-            self._source._back(n)
+    def _give_back(self) -> None:
+        if self._held:
+            self._source._back(len(self._held))
             self._held = []
+
+    def _back(self, n: int) -> None:
+        self._give_back()
+        self._source._back(n)
 
 
 class SelectManyIterator(_RunIterator[T]):
@@ -1260,11 +1273,11 @@ class SelectManyIterator(_RunIterator[T]):
         source_state, number = self._position()
         return {"source_state": source_state, "flattened_items_yielded": number}
 
-    def _read(self) -> Optional[Iterable[T]]:
+    def _read(self) -> Iterable[T]:
         if not self._item:
             self._source._fill(self._item, 1)
             if not self._item:
-                return None
+                return cast(Iterable[T], _END)
         if self._collection_selector is None:
             return cast(Iterable[T], self._item[0])
         return self._collection_selector(self._item[0])
@@ -1538,10 +1551,10 @@ class BlockwiseShuffleIterator(_RunIterator[T]):
         start, number = self._position()
         return {"source_state": start, "flattened_items_yielded": number}
 
-    def _read(self) -> Optional[List[T]]:
+    def _read(self) -> List[T]:
         _gather(self._source, self._block, self._block_size)
         if not self._block:
-            return None
+            return cast(List[T], _END)
         shuffled = _shuffled(self._block, self._random)
         self._block = []
         return shuffled
@@ -1858,7 +1871,7 @@ class WindowedIterator(_RunIterator[Tuple[T, ...]]):
         source_state, number = self._position()
         return {"source_state": source_state, "item_index": number}
 
-    def _read(self) -> Optional[Sequence[Tuple[T, ...]]]:
+    def _read(self) -> Sequence[Tuple[T, ...]]:
         if self._end:  # restored: windows that are out are not made again
             _pass_over(self._source, self._end)
             self._start, self._end = self._source.getstate(), 0
@@ -1868,7 +1881,7 @@ class WindowedIterator(_RunIterator[Tuple[T, ...]]):
             self._next = self._source.getstate()
         _gather(self._source, items, size + width - 1)
         if len(items) < width:
-            return None
+            return cast(Sequence[Tuple[T, ...]], _END)
         self._items = items[size:]
         self._size = min(2 * size, max(width, 1000))
         if width > 1000:
@@ -1950,10 +1963,10 @@ class BucketedReadaheadBatchIterator(_RunIterator[List[T]]):
         start, number = self._position()
         return dict(start, num_served=number)
 
-    def _read(self) -> Optional[List[List[T]]]:
+    def _read(self) -> List[List[T]]:
         _gather(self._source, self._window, self._read_ahead)
         if not self._window:
-            return None
+            return cast(List[List[T]], _END)
         batches = self._cut(self._window if self._key is None else sorted(self._window, key=self._key, reverse=True))
         if self._shuffle:
             batches = _shuffled(batches, self._random)
@@ -1964,7 +1977,7 @@ class BucketedReadaheadBatchIterator(_RunIterator[List[T]]):
         size, boundary_key = self._batch_size, self._boundary_key
         if boundary_key is None and not callable(size):
             return [window[i : i + size] for i in range(0, len(window), size)]
-        boundaries = None if boundary_key is None else list(map(self._boundary, window))
+        boundaries = None if boundary_key is None else [self._boundary(item) for item in window]
         batches: List[List[T]] = []
         start = 0
         while start < len(window):
@@ -2030,7 +2043,7 @@ class ZipIterator(_Stage[Tuple[Any, ...]]):
             source.setstate(state)
 
     def _save(self) -> Checkpoint:
-        self._back(0)
+        self._give_back()
         return {"input_states": tuple([source.getstate() for source in self._inputs])}
 
     def __next__(self) -> Tuple[Any, ...]:
@@ -2060,14 +2073,19 @@ class ZipIterator(_Stage[Tuple[Any, ...]]):
         self._holding = any(self._held)
 
     def _skip(self, n: int) -> int:
-        self._back(0)
+        self._give_back()
         return min([source._skip(n) for source in self._inputs])
 
-    def _back(self, n: int) -> None:
+    def _give_back(self) -> None:
         for source, held in zip(self._inputs, self._held):
-            if n + len(held):
-                source._back(n + len(held))
+            if held:
+                source._back(len(held))
         self._let_go()
+
+    def _back(self, n: int) -> None:
+        self._give_back()
+        for source in self._inputs:
+            source._back(n)
 
 
 def _parse_each(stage: Any, key: str, states: Any, sources: Sequence["_Stage[Any]"]) -> Tuple[Any, ...]:
@@ -2145,9 +2163,8 @@ class MultiplexIterator(_Stage[T]):
         super()._fill(out, 1)  # one, which can be taken back: each source can take back its last call alone
 
     def _back(self, n: int) -> None:
-        if n:
-            self._last._back(1)
-            self._control._back(1)
+        self._last._back(1)
+        self._control._back(1)
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -2211,9 +2228,8 @@ class _MarkedIterator(_Stage[T]):
         return skipped
 
     def _back(self, n: int) -> None:
-        if n:
-            self._source._back(n)
-            self._since -= n
+        self._source._back(n)
+        self._since -= n
 
 
 class PrefetchIterator(_MarkedIterator[T]):
