@@ -1,5 +1,160 @@
-"""
-Checkpointable iterators.
+r"""
+All checkpointable iterators, and the advanced guide to them.
+
+The tutorial is the page of the package, `infinibatch`; here is what lies behind it.
+
+# Pipelines
+
+A pipeline is a tree of `CheckpointableIterator` objects. At the leaves are *sources*, every other iterator takes one or
+more iterators as its own sources, and whoever trains reads from the root:
+
+>>> numbers = NativeCheckpointableIterator(range(10))
+>>> squares = MapIterator(numbers, lambda n: n * n)
+>>> batches = FixedBatchIterator(squares, batch_size=4)
+>>> batches  # doctest: +ELLIPSIS
+FixedBatchIterator(batch_size=4)
+  MapIterator(transform=<function <lambda> at 0x...>)
+    NativeCheckpointableIterator(iterable=range(0, 10))
+>>> list(batches)
+[[0, 1, 4, 9], [16, 25, 36, 49], [64, 81]]
+
+# Laziness
+
+Building a pipeline reads nothing, draws nothing and starts nothing. All work is done in `next()`, and each stage asks
+its source for as much as it needs: one item for `MapIterator`, a block for `BlockwiseShuffleIterator`, a window for
+`BucketedReadaheadBatchIterator`. A function that the caller gave is called when its result is asked for.
+`SamplingRandomMapIterator` and `RecurrentIterator` take source items ahead, as many as they use up in about a
+millisecond.
+
+Between stages items move in runs: a stage that needs 100,000 items gets slices of chunks, not 100,000 times one item.
+What leaves the pipeline at the root should therefore be worth a Python call, such as a batch.
+
+# Checkpointing
+
+`getstate()` of the root returns the position of the whole pipeline, as dicts, lists, tuples, numbers and text.
+`setstate()` of the same pipeline, or of another one built alike, goes there. The other one may live in another process,
+on another machine, under another version of Python, and the checkpoint may have travelled through `pickle` or `json`.
+`infinibatch.checkpoint` writes it to a file, atomically.
+
+>>> batches.setstate(None)  # the very start
+>>> next(batches)
+[0, 1, 4, 9]
+>>> checkpoint = batches.getstate()
+>>> import json
+>>> batches.setstate(json.loads(json.dumps(checkpoint)))
+>>> next(batches)
+[16, 25, 36, 49]
+
+A checkpoint stores where items are, not the items: the state of the source before the current block and the number of
+items of it that are out. (`BufferedShuffleIterator` is the exception, its buffer is its state.) It is checked as a
+whole before anything moves; one of another pipeline is refused.
+
+>>> batches.setstate({"source_state": {"index": 3}})  # doctest: +ELLIPSIS
+Traceback (most recent call last):
+    ...
+ValueError: the checkpoint of NativeCheckpointableIterator lacks the key 'num_items_yielded', it has 'index': ...
+
+An error in a callback loses nothing. `next()` raises it and moves nothing; the next `next()` tries the same item again;
+`getstate()` in between is the last good position. A `StopIteration` out of a callback is a `RuntimeError`, not the end.
+
+>>> shares = MapIterator(NativeCheckpointableIterator([1, 0, 2]), lambda n: 6 // n)
+>>> next(shares)
+6
+>>> next(shares)
+Traceback (most recent call last):
+    ...
+ZeroDivisionError: integer division or modulo by zero
+>>> shares.getstate()
+{'num_items_yielded': 1}
+
+# Ownership of sources
+
+An iterator owns its sources. Once an iterator is the source of another one, nobody else reads from it, and nobody asks
+it for its state. Two stages cannot share a source: each needs one of its own.
+
+An iterator that keeps a position of its own rewinds its source when it is built; `MapIterator` and `ZipIterator`, which
+keep none, leave it where it is. `close()` of the root closes all; as a context manager, a pipeline closes itself.
+
+A pipeline whose functions can be pickled can itself be pickled and copied, and goes on from where it was.
+
+# Random numbers
+
+Each random stage has one `random.Random` of its own, made from its seed. Stages of one pipeline should have different
+seeds, see `infinibatch.datasets.bump_seed`: two with the same seed draw the same numbers. `seed=None` draws a seed
+once, when the stage is built: `setstate(None)` repeats the order, and checkpoints carry it into other pipelines.
+
+# The families
+
+**Sources.** `NativeCheckpointableIterator` wraps a list or another iterable. `InfinitePermutationSourceIterator` and
+`ChunkedSourceIterator` yield the names of chunks, for one of several instances: endlessly in random order for training,
+once for inference; `create_source_iterator` chooses. `RandomIterator` yields random numbers.
+
+**Mapping and flattening.** `MapIterator` applies a function, `ParallelMapIterator` does so in several processes,
+`SamplingRandomMapIterator` with random numbers, `RecurrentIterator` with a state that is carried on.
+`SelectManyIterator` yields the items of what a function returns: it turns the names of chunks into their items.
+
+**Shuffling.** `BlockwiseShuffleIterator` shuffles one block after the other, and stores positions only.
+`BufferedShuffleIterator` shuffles in a sliding buffer, and stores the buffer.
+
+**Batching.** `FixedBatchIterator` counts, `WindowedIterator` lets batches overlap, `BucketedReadaheadBatchIterator`
+puts items of like length together.
+
+**Combining.** `ZipIterator` pairs items of several sources, `MultiplexIterator` takes each from the source that another
+iterator names:
+
+>>> control = MapIterator(RandomIterator(seed=1), lambda x: int(x < 0.2))  # one in five from the second corpus
+>>> mixed = MultiplexIterator(control, [NativeCheckpointableIterator("abcdef"), NativeCheckpointableIterator("123")])
+>>> "".join(mixed)
+'1abcdef'
+
+**Working ahead.** `PrefetchIterator` has the items below it ready when they are asked for.
+
+# A pipeline for training
+
+Lines of text in random order, mixed with noise that is drawn anew in each epoch, in batches of up to 60 characters; the
+last stage makes what the model takes. On several GPUs, `num_instances` and `instance_rank` say which part this is.
+
+>>> def training_pipeline(chunks, read_chunk, num_instances=1, instance_rank=0):
+...     names = InfinitePermutationSourceIterator(chunks, 1, True, num_instances, instance_rank)
+...     lines = BlockwiseShuffleIterator(SelectManyIterator(names, read_chunk), block_size=1000, seed=2)
+...     noisy = SamplingRandomMapIterator(lines, lambda rng, line: line.replace(rng.choice("aeiou"), "_"), seed=3)
+...     batches = BucketedReadaheadBatchIterator(
+...         noisy, read_ahead=100, key=len, batch_size=lambda longest: 60 // len(longest), seed=4
+...     )
+...     return MapIterator(batches, "|".join)
+>>> chunks = {"a": ["the first line", "and the second"], "b": ["a third one", "the fourth line"]}
+>>> training = training_pipeline(list(chunks), chunks.get)
+>>> for _ in range(2):
+...     print(next(training))
+_ third one|a th_rd one|_ third one|a third one
+and the sec_nd|the first line|and th_ s_cond|the first line
+
+# A pipeline for inference
+
+Each line once, in order; each of two instances does its part.
+
+>>> def inference_pipeline(chunks, read_chunk, num_instances=1, instance_rank=0):
+...     names = ChunkedSourceIterator(chunks, num_instances, instance_rank)
+...     return FixedBatchIterator(SelectManyIterator(names, read_chunk), batch_size=3)
+>>> for rank in range(2):
+...     print(list(inference_pipeline(list(chunks), chunks.get, num_instances=2, instance_rank=rank)))
+[['the first line', 'and the second']]
+[['a third one', 'the fourth line']]
+
+# What determines memory, start and resume
+
+*Memory*: the list of chunk names, the block of each shuffle, the window of each read-ahead, and one chunk, or of a
+reader that returns a generator, what that holds. Each process of a `PrefetchIterator` holds what the stages below it
+hold, and the items that it has ready.
+
+*Start*: the first item needs the first block, and the first batch the first window. Both are read then, not when the
+pipeline is built.
+
+*Resume*: each stage reads again at most what it holds: the current block, the current window, and the chunks in which
+these lie. A chunk that is a sequence (a list, not a generator) is entered in constant time. Nothing that lies before is
+read, so resuming at the end of an epoch takes as long as at its start.
+
+*Checkpoints*: 625 numbers for each random stage, a few for any other; taking one takes microseconds.
 """
 import copy
 import logging
