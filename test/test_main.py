@@ -1,0 +1,509 @@
+"""The command line, run as users run it: processes, pipes, signals."""
+
+import collections
+import contextlib
+import gzip
+import io
+import json
+import os
+import random
+import re
+import shutil
+import signal
+import subprocess
+import sys
+import tempfile
+import unittest
+from unittest import mock
+
+from infinibatch import __main__ as cli
+from infinibatch.datasets import chunked_dataset_iterator
+from infinibatch.readers import read_lines
+
+ROOT = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
+POSIX = os.name == "posix"
+
+# Progress is tqdm's where that is installed; this is how the command runs where it is not.
+WITHOUT_TQDM = "import sys; sys.modules['tqdm'] = None; from infinibatch.__main__ import main; sys.exit(main())"
+
+
+def take_signals():
+    """Do not inherit that signals are ignored, as they are where the tests run under nohup or in the background."""
+    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+        signal.signal(number, signal.SIG_DFL)
+
+
+class CommandTestCase(unittest.TestCase):
+    NUM_CHUNKS = 6
+    LINES_PER_CHUNK = 100
+
+    @classmethod
+    def setUpClass(cls):
+        folder = tempfile.TemporaryDirectory()
+        cls._remove_folder = folder.cleanup
+        cls.folder = folder.name
+        rng = random.Random(1)
+        cls.corpus = []
+        cls.paths = []
+        for chunk in range(cls.NUM_CHUNKS):
+            lines = [
+                "{}.{} {}".format(chunk, number, "wörd\u2028 \ry " * rng.randrange(20))
+                for number in range(cls.LINES_PER_CHUNK - 1)
+            ] + [""]
+            cls.paths.append(os.path.join(cls.folder, "chunk-{}.gz".format(chunk)))
+            with gzip.open(cls.paths[-1], "wb") as file:
+                file.write("".join(line + "\n" for line in lines).encode("utf-8"))
+            cls.corpus += lines
+
+    @classmethod
+    def tearDownClass(cls):
+        cls._remove_folder()
+
+    def setUp(self):
+        folder = tempfile.TemporaryDirectory()
+        self.addCleanup(folder.cleanup)
+        self.own_folder = folder.name
+        self.checkpoint = os.path.join(self.own_folder, "position.json")
+
+    def start(self, *args, code=None, **options):
+        start = ["-m", "infinibatch"] if code is None else ["-c", code]
+        options.setdefault("env", dict(os.environ, PYTHONPATH=ROOT))
+        options.setdefault("cwd", self.folder)
+        options.setdefault("stdout", subprocess.PIPE)
+        options.setdefault("stderr", subprocess.PIPE)
+        if POSIX:
+            options["preexec_fn"] = take_signals
+        return subprocess.Popen([sys.executable] + start + [str(arg) for arg in args], **options)
+
+    def run_command(self, *args, stdout=None):
+        """Run in this process, which is faster; return status, output and errors."""
+        numbers = [getattr(signal, name) for name in ("SIGTERM", "SIGHUP") if hasattr(signal, name)]
+        handlers = {number: signal.getsignal(number) for number in numbers}
+        before = os.getcwd()
+        os.chdir(self.folder)
+        try:
+            with contextlib.redirect_stderr(io.StringIO()) as err, contextlib.ExitStack() as stack:
+                out = stdout or stack.enter_context(tempfile.TemporaryFile("w+", encoding="utf-8", newline=""))
+                with contextlib.redirect_stdout(out):
+                    try:
+                        status = cli.main([str(arg) for arg in args])
+                    except SystemExit as exit:  # out of argparse
+                        status = exit.code
+                if stdout is None:
+                    out.seek(0)
+                    return status, out.read().encode("utf-8"), err.getvalue()
+                return status, None, err.getvalue()
+        finally:
+            os.chdir(before)
+            for number, handler in handlers.items():
+                signal.signal(number, handler)
+
+    def stream(self, *args, status=0, error=""):
+        returned, out, err = self.run_command("stream", "chunk-*.gz", "--buffer-size", 50, *args)
+        self.assertEqual(err, error)
+        self.assertEqual(returned, status)
+        return out
+
+    def assertFails(self, pattern, *args, status=1):
+        returned, out, err = self.run_command(*args)
+        self.assertEqual((returned, out), (status, b""))
+        self.assertRegex(err, pattern)
+        self.assertNotIn("Traceback", err)
+        if status == 1:
+            self.assertEqual(err.count("\n"), 1, err)
+
+    def num_written(self):
+        with open(self.checkpoint, encoding="utf-8") as file:
+            return json.load(file)["state"]["num_written"]
+
+
+class TestStream(CommandTestCase):
+    def test_command_writes_the_lines_to_a_pipe(self):
+        with self.start("stream", *self.paths) as process:
+            out = process.stdout.read()
+            err = process.stderr.read()
+        self.assertEqual((process.returncode, err), (0, b""))
+        self.assertEqual(sorted(out.decode("utf-8").split("\n")[:-1]), sorted(self.corpus))
+
+    def test_lines_come_in_the_order_of_the_library_each_once(self):
+        lines = chunked_dataset_iterator(self.paths, read_lines, buffer_size=50, seed=0)
+        expected = [next(lines) for _ in self.corpus]
+        out = self.stream()
+        self.assertEqual(out, "".join(line + "\n" for line in expected).encode("utf-8"))
+        self.assertEqual(sorted(expected), sorted(self.corpus))
+        self.assertNotEqual(expected, self.corpus)
+
+    def test_seed_decides_the_order(self):
+        self.assertEqual(self.stream("--seed", 1), self.stream("--seed", 1))
+        self.assertNotEqual(self.stream("--seed", 1), self.stream("--seed", -1))
+
+    def test_several_paths_and_patterns_are_one_corpus(self):
+        expected = self.stream()
+        status, out, _ = self.run_command("stream", "--buffer-size", 50, "chunk-{3..5}.gz", *self.paths[:3])
+        self.assertEqual(status, 0)
+        self.assertEqual(sorted(out.split(b"\n")), sorted(expected.split(b"\n")))
+
+    def test_epochs(self):
+        once, twice = self.stream(), self.stream("--epochs", 2)
+        counts = collections.Counter(twice.split(b"\n")[:-1])
+        self.assertEqual(counts, {line: 2 * n for line, n in collections.Counter(once.split(b"\n")[:-1]).items()})
+        self.assertEqual(self.stream("--epochs", 0, "--limit", 1500)[: len(twice)], twice)
+
+    def test_limit(self):
+        whole = self.stream().split(b"\n")
+        for limit in [0, 1, 499, 500, 501, 600, 601]:
+            with self.subTest(limit=limit):
+                out = self.stream("--limit", limit)
+                self.assertEqual(out.split(b"\n")[:-1], whole[: min(limit, 600)])
+
+    def test_ranks_share_the_stream(self):
+        for epochs, world in [(1, 1), (1, 4), (3, 4), (2, 6)]:
+            with self.subTest(epochs=epochs, world=world):
+                out = b""
+                for rank in range(world):
+                    out += self.stream("--epochs", epochs, "--rank", rank, "--world", world)
+                self.assertEqual(sorted(out.decode("utf-8").split("\n")[:-1]), sorted(self.corpus * epochs))
+
+    def test_rank_without_a_share_is_told(self):
+        error = "infinibatch: rank 6 of 7 gets nothing of 6 file(s) in 1 epoch(s)\n"
+        self.assertEqual(self.stream("--rank", 6, "--world", 7, error=error), b"")
+
+    def test_batches_are_json_lists_of_lines_of_similar_length(self):
+        for option, value in [("--batch-size", 7), ("--max-tokens", 60)]:
+            with self.subTest(option=option):
+                out = self.stream(option, value)
+                batches = [json.loads(line) for line in out.decode("utf-8").split("\n")[:-1]]
+                self.assertEqual(sorted(line for batch in batches for line in batch), sorted(self.corpus))
+                spreads = []
+                for batch in batches:
+                    words = [len(line.split()) for line in batch]
+                    spreads.append(max(words) - min(words))
+                    if option == "--batch-size":
+                        self.assertLessEqual(len(batch), value)
+                    else:
+                        self.assertLessEqual(len(batch) * max(1, max(words)), value)
+                self.assertLess(sum(spreads), 5 * len(spreads))  # of up to 40 words
+
+    def test_batches_are_limited_by_number(self):
+        whole = self.stream("--max-tokens", 60)
+        out = self.stream("--max-tokens", 60, "--limit", 5)
+        self.assertEqual(out.split(b"\n")[:-1], whole.split(b"\n")[:5])
+
+    def test_plain_error_for_a_missing_file(self):
+        self.assertFails(r"^infinibatch: error: .*'nowhere-\*.gz'", "stream", "nowhere-*.gz")
+
+    def test_bad_options_are_usage_errors(self):
+        cases = [
+            (["--buffer-size", 0], "--buffer-size: must be at least 1, got 0"),
+            (["--limit", -1], "--limit: must be at least 0, got -1"),
+            (["--epochs", "many"], "--epochs: must be an integer, got 'many'"),
+            (["--save-every", "nan"], "--save-every: must be at least 0, got nan"),
+            (["--save-every", "often"], "--save-every: must be a number, got 'often'"),
+            (["--batch-size", 3, "--max-tokens", 3], "not allowed with"),
+            (["--rank", 0], "--rank and --world belong together"),
+            (["--world", 2], "--rank and --world belong together"),
+            (["--rank", 2, "--world", 2], "--rank must be less than --world, got 2 of 2"),
+        ]
+        for options, pattern in cases:
+            with self.subTest(options=options):
+                self.assertFails(pattern, "stream", "chunk-*.gz", *options, status=2)
+        self.assertFails("COMMAND", status=2)
+        self.assertFails("invalid choice", "swim", status=2)
+
+    @unittest.skipUnless(os.path.exists("/dev/full"), "needs a device that is full")
+    def test_full_disk_is_a_plain_error(self):
+        with open("/dev/full", "w") as full:
+            status, _, err = self.run_command("stream", "chunk-*.gz", stdout=full)
+        self.assertEqual(status, 1)
+        self.assertRegex(err, r"^infinibatch: error: \[Errno [0-9]+\] No space left on device\n$")
+
+
+class TestStreamCheckpoint(CommandTestCase):
+    def test_runs_with_limits_are_one_run(self):
+        for options in [[], ["--max-tokens", 60], ["--epochs", 2, "--rank", 1, "--world", 4]]:
+            with self.subTest(options=options):
+                with contextlib.suppress(FileNotFoundError):
+                    os.remove(self.checkpoint)
+                whole = self.stream(*options)
+                out = b""
+                for limit in [0, 1, 7, 23, 1, 10000]:
+                    out += self.stream("--checkpoint", self.checkpoint, "--limit", limit, *options)
+                self.assertEqual(out, whole)
+                note = "infinibatch: {} stands at the end: nothing is left\n".format(self.checkpoint)
+                self.assertEqual(self.stream("--checkpoint", self.checkpoint, *options, error=note), b"")
+
+    def test_only_the_checkpoint_is_left_beside_it(self):
+        self.stream("--checkpoint", self.checkpoint, "--save-every", 0)
+        self.assertEqual(os.listdir(self.own_folder), ["position.json"])
+
+    def interrupt(self, number, num_lines, *options):
+        """Run, read some lines, send a signal, read the rest."""
+        args = ["stream", "chunk-*.gz", "--buffer-size", 50, "--epochs", 0, "--checkpoint", self.checkpoint]
+        with self.start(*args, *options) as process:
+            out = b"".join(process.stdout.readline() for _ in range(num_lines))
+            process.send_signal(number)
+            out += process.stdout.read()
+            err = process.stderr.read()
+        return process.returncode, out, err.decode("utf-8")
+
+    @unittest.skipUnless(POSIX, "needs signals")
+    def test_interrupted_runs_are_one_run(self):
+        rng = random.Random(5)
+        for number, status, runs in [(signal.SIGINT, 130, 5), (signal.SIGTERM, 143, 2), (signal.SIGHUP, 129, 2)]:
+            with self.subTest(signal=number):
+                with contextlib.suppress(FileNotFoundError):
+                    os.remove(self.checkpoint)
+                out = b""
+                for _ in range(runs):
+                    returned, more, err = self.interrupt(number, rng.randrange(1, 1500))
+                    self.assertEqual((returned, err), (status, ""))
+                    out += more
+                    self.assertEqual(self.num_written(), out.count(b"\n"))
+                self.assertEqual(out[-1:], b"\n")
+                self.assertEqual(self.stream("--epochs", 0, "--limit", out.count(b"\n")), out)
+
+    def write_until(self, num_bytes, error, always):
+        """Patch `os.write`: it takes so many bytes, then raises the error, once or always."""
+        real, answers = os.write, [num_bytes, error]
+
+        def write(descriptor, data):
+            answer = answers.pop(0) if answers else None
+            if isinstance(answer, BaseException):
+                answers.extend([error] * always)
+                raise answer
+            return real(descriptor, data[:answer])
+
+        return mock.patch.object(os, "write", write)
+
+    def test_line_that_an_interruption_cuts_is_finished(self):
+        whole = self.stream()
+        first = whole.index(b"\n") + 1
+        second = whole.index(b"\n", first) + 1
+        for num_bytes, num_lines in [(0, 0), (1, 1), (first - 1, 1), (first, 1), (first + 1, 2), (second, 2)]:
+            with self.subTest(num_bytes=num_bytes):
+                with contextlib.suppress(FileNotFoundError):
+                    os.remove(self.checkpoint)
+                with self.write_until(num_bytes, KeyboardInterrupt(), always=False):
+                    out = self.stream("--checkpoint", self.checkpoint, status=130)
+                self.assertEqual(out, whole[: [0, first, second][num_lines]])
+                self.assertEqual(self.num_written(), num_lines)
+        self.assertEqual(out + self.stream("--checkpoint", self.checkpoint), whole)
+
+    def test_line_that_a_closed_pipe_cuts_comes_again(self):
+        whole = self.stream()
+        for num_bytes in [0, 1, whole.index(b"\n"), whole.index(b"\n") + 1, 1000]:
+            for error in [BrokenPipeError(), OSError(28, "No space left on device")]:
+                with self.subTest(num_bytes=num_bytes, error=error):
+                    with contextlib.suppress(FileNotFoundError):
+                        os.remove(self.checkpoint)
+                    args = ["stream", "chunk-*.gz", "--buffer-size", 50, "--checkpoint", self.checkpoint]
+                    with open(os.path.join(self.own_folder, "out"), "w") as out:
+                        with self.write_until(num_bytes, error, always=True):
+                            status, _, _ = self.run_command(*args, stdout=out)
+                    self.assertEqual(status, 141 if isinstance(error, BrokenPipeError) else 1)
+                    num_lines = whole[:num_bytes].count(b"\n")
+                    self.assertEqual(self.num_written(), num_lines)
+                    rest = self.stream("--checkpoint", self.checkpoint)
+                    self.assertEqual(rest.split(b"\n"), whole.split(b"\n")[num_lines:])
+
+    @unittest.skipUnless(POSIX, "needs signals")
+    def test_killed_run_repeats_what_came_after_its_last_save_and_loses_nothing(self):
+        returned, out, err = self.interrupt(signal.SIGKILL, 2000, "--save-every", 0)
+        self.assertEqual((returned, err), (-signal.SIGKILL, ""))
+        saved = self.num_written()
+        lines = out.split(b"\n")[:-1]
+        self.assertGreater(saved, 0)
+        self.assertLessEqual(saved, len(lines))
+        more = self.stream("--epochs", 0, "--checkpoint", self.checkpoint, "--limit", 100).split(b"\n")[:-1]
+        whole = self.stream("--epochs", 0, "--limit", max(len(lines), saved + 100)).split(b"\n")[:-1]
+        self.assertEqual(lines, whole[: len(lines)])
+        self.assertEqual(more, whole[saved : saved + 100])
+
+    @unittest.skipUnless(POSIX, "needs signals")
+    def test_output_is_on_disk_before_the_position(self):
+        with open(os.path.join(self.own_folder, "out"), "wb") as out:
+            with self.start(
+                "stream", "chunk-*.gz", "--epochs", 0, "--checkpoint", self.checkpoint, "--save-every", 0, stdout=out
+            ) as process:
+                while not os.path.exists(self.checkpoint) or self.num_written() == 0:
+                    self.assertIsNone(process.poll())
+                process.kill()
+        with open(out.name, "rb") as file:
+            self.assertGreaterEqual(file.read().count(b"\n"), self.num_written())
+
+    @unittest.skipUnless(POSIX, "needs pipes that break")
+    def test_closed_pipe_ends_quietly_and_saves_what_was_written(self):
+        args = ["stream", "chunk-*.gz", "--buffer-size", 50, "--epochs", 0, "--checkpoint", self.checkpoint]
+        with self.start(*args) as process:
+            lines = [process.stdout.readline() for _ in range(10)]
+            process.stdout.close()
+            err = process.stderr.read()
+        self.assertEqual((process.returncode, err), (141, b""))
+        saved = self.num_written()
+        self.assertGreaterEqual(saved, 10)
+        whole = self.stream("--epochs", 0, "--limit", saved + 10).split(b"\n")[:-1]
+        self.assertEqual(lines, [line + b"\n" for line in whole[:10]])
+        out = self.stream("--epochs", 0, "--checkpoint", self.checkpoint, "--limit", 10)
+        self.assertEqual(out.split(b"\n")[:-1], whole[saved:])
+
+    def test_checkpoint_of_other_options_or_files_is_refused(self):
+        self.stream("--checkpoint", self.checkpoint, "--limit", 5)
+        cases = [
+            (["--seed", 4], "run with --seed 0, this one has --seed 4"),
+            (["--buffer-size", 60], "run with --buffer-size 50, this one has --buffer-size 60"),
+            (["--epochs", 2], "run with --epochs 1, this one has --epochs 2"),
+            (["--batch-size", 2], "run with no --batch-size, this one has --batch-size 2"),
+            (["--rank", 0, "--world", 2], "run with --world 1, this one has --world 2"),
+        ]
+        for options, pattern in cases:
+            with self.subTest(options=options):
+                args = ["stream", "chunk-*.gz", "--buffer-size", 50, "--checkpoint", self.checkpoint] + options
+                self.assertFails("^infinibatch: error: {}: .*{}".format(re.escape(self.checkpoint), pattern), *args)
+        shutil.copy(self.paths[0], os.path.join(self.own_folder, "chunk-9.gz"))
+        for files in [["chunk-[0-2].gz"], self.paths[1:] + [os.path.join(self.own_folder, "chunk-9.gz")]]:
+            with self.subTest(files=files):
+                args = ["stream", "--buffer-size", 50, "--checkpoint", self.checkpoint] + files
+                self.assertFails("^infinibatch: error: {}: .*not fit".format(re.escape(self.checkpoint)), *args)
+        self.assertEqual(self.num_written(), 5)
+
+    def test_file_that_is_no_checkpoint_is_refused_and_kept(self):
+        from infinibatch import checkpoint
+        from infinibatch.iterators import NativeCheckpointableIterator
+
+        foreign = os.path.join(self.own_folder, "foreign.json")
+        checkpoint.save(NativeCheckpointableIterator([1]), foreign)
+        with open(self.checkpoint, "w") as file:
+            file.write("my notes")
+        for path, pattern in [
+            (self.checkpoint, "is no checkpoint"),
+            (foreign, "not a checkpoint of the command stream"),
+        ]:
+            with self.subTest(path=path):
+                with open(path, "rb") as file:
+                    before = file.read()
+                self.assertFails(re.escape(path) + ".*" + pattern, "stream", "chunk-*.gz", "--checkpoint", path)
+                with open(path, "rb") as file:
+                    self.assertEqual(file.read(), before)
+
+    def test_checkpoint_that_cannot_be_written_is_an_error_before_any_output(self):
+        path = os.path.join(self.own_folder, "nowhere", "position.json")
+        self.assertFails("^infinibatch: error: .*nowhere", "stream", "chunk-*.gz", "--checkpoint", path)
+
+    def test_damaged_chunk_is_an_error_after_the_lines_before_it(self):
+        good = os.path.join(self.own_folder, "chunk-1.gz")
+        with gzip.open(good, "wb") as file:
+            file.write(b"".join(b"line %d\n" % number for number in range(1000)))
+        with open(good, "r+b") as file:
+            file.truncate(os.path.getsize(good) - 10)
+        args = ["stream", good, "--buffer-size", 10, "--checkpoint", self.checkpoint]
+        status, out, err = self.run_command(*args)
+        lines = out.split(b"\n")[:-1]
+        self.assertEqual(status, 1)
+        self.assertRegex(err, r"^infinibatch: error: {}, line [0-9]+: .*too early\n$".format(re.escape(good)))
+        self.assertGreater(len(lines), 900)
+        self.assertEqual(len(set(lines)), len(lines))
+        self.assertEqual(self.num_written(), len(lines))
+        # The same again: nothing more comes before the same error.
+        self.assertEqual(self.run_command(*args), (1, b"", err))
+
+
+@unittest.skipUnless(POSIX, "needs a terminal")
+class TestProgress(CommandTestCase):
+    def on_terminal(self, *args, terminal_output=False, **options):
+        """Run with a terminal as standard error, and return what it shows."""
+        import fcntl
+        import pty
+        import struct
+        import termios
+
+        ours, theirs = pty.openpty()
+        fcntl.ioctl(theirs, termios.TIOCSWINSZ, struct.pack("4H", 24, 100, 0, 0))  # or tqdm has no room for a line
+        try:
+            with self.start(
+                *args, stderr=theirs, stdout=theirs if terminal_output else subprocess.DEVNULL, **options
+            ) as process:
+                os.close(theirs)
+                shown = b""
+                with contextlib.suppress(OSError):  # how a terminal ends on Linux
+                    while True:
+                        more = os.read(ours, 65536)
+                        if not more:
+                            break
+                        shown += more
+                self.assertEqual(process.wait(), 0)
+        finally:
+            os.close(ours)
+        return shown.decode("utf-8")
+
+    def test_plain_line_where_tqdm_is_missing(self):
+        shown = self.on_terminal("stream", "chunk-*.gz", code=WITHOUT_TQDM)
+        self.assertRegex(shown, r"^\r600 lines, [0-9,]+/s \r\n$")
+        shown = self.on_terminal("stream", "chunk-*.gz", "--batch-size", 10, code=WITHOUT_TQDM)
+        self.assertRegex(shown, r"^\r60 batches, [0-9,]+/s \r\n$")
+
+    def test_tqdm_where_it_is_installed(self):
+        try:
+            import tqdm  # noqa: F401
+        except ImportError:
+            self.skipTest("needs tqdm")
+        self.assertRegex(self.on_terminal("stream", "chunk-*.gz"), r"600 lines")
+
+    def test_no_progress_amid_output_on_the_same_terminal(self):
+        shown = self.on_terminal("stream", "chunk-0.gz", "--limit", 3, terminal_output=True, code=WITHOUT_TQDM)
+        self.assertNotIn("/s", shown)
+        self.assertEqual(shown.count("\r\n"), 3)
+
+
+class TestShow(CommandTestCase):
+    def test_stages_of_a_stream_are_shown(self):
+        self.stream("--checkpoint", self.checkpoint, "--limit", 20, "--batch-size", 4)
+        status, out, err = self.run_command("show", self.checkpoint)
+        self.assertEqual((status, err), (0, ""))
+        lines = out.decode("utf-8").split("\n")
+        self.assertRegex(lines[0], "^the command stream: settings {buffer_size 50, .*}, num_written 20")
+        for depth, name in enumerate(["BucketedReadahead", "BlockwiseShuffle", "SelectMany", "Zip"], 1):
+            self.assertTrue(lines[depth].startswith("  " * depth + name), lines)
+
+    def test_missing_or_bad_file_is_a_plain_error(self):
+        self.assertFails("^infinibatch: error: .*No such file.*position.json", "show", self.checkpoint)
+        self.assertFails("^infinibatch: error: .*chunk-0.gz is no checkpoint", "show", "chunk-0.gz")
+
+
+class TestDemo(CommandTestCase):
+    def test_demo_proves_an_exact_resume(self):
+        with self.start("demo") as process:
+            text = process.stdout.read().decode("utf-8")
+            err = process.stderr.read()
+        self.assertEqual((process.returncode, err), (0, b""))
+        self.assertEqual(len(re.findall("^    yes  ", text, re.MULTILINE)), 3)
+        self.assertNotIn("    NO ", text)
+        self.assertRegex(
+            text, "(?s)def pipeline.*def training.*SIGKILL.*BlockwiseShuffleIterator.*each of the 5,000 lines"
+        )
+
+    def test_demo_fails_where_the_batches_are_others(self):
+        pipeline = cli._demo_pipeline
+
+        def shifted_pipeline(folder):  # in this process; not in those that are killed and resumed
+            batches = pipeline(folder)
+            next(batches)
+            return batches
+
+        with mock.patch.object(cli, "_demo_pipeline", shifted_pipeline):
+            status, out, err = self.run_command("demo")
+        self.assertEqual((status, err), (1, ""))
+        self.assertIn(b"    NO ", out)
+
+    @unittest.skipUnless(POSIX, "needs signals")
+    def test_interrupted_demo_is_quiet_and_leaves_nothing(self):
+        with self.start("demo", env=dict(os.environ, PYTHONPATH=ROOT, TMPDIR=self.own_folder)) as process:
+            process.stdout.readline()
+            process.send_signal(signal.SIGINT)
+            process.stdout.read()
+            err = process.stderr.read()
+        self.assertEqual((process.returncode, err), (130, b""))
+        self.assertEqual(os.listdir(self.own_folder), [])
+
+
+if __name__ == "__main__":
+    unittest.main()
