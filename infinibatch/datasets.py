@@ -6,6 +6,7 @@ from .iterators import (
     BufferedShuffleIterator,
     CheckpointableIterator,
     MapIterator,
+    ParallelSelectManyIterator,
     PrefetchIterator,
     SelectManyIterator,
     _function,
@@ -50,6 +51,8 @@ def chunked_dataset_iterator(
     prefetch: bool = False,
     num_instances: int = 1,
     instance_rank: int = 0,
+    *,
+    num_workers: int = 0
 ) -> CheckpointableIterator[Any]:
     """
     Read a data set that is stored in chunks: permute the chunks, read them, shuffle their items.
@@ -68,6 +71,8 @@ def chunked_dataset_iterator(
         prefetch: whether to read ahead `buffer_size` items in another process.
         num_instances: number of instances, usually of GPUs, that share the data.
         instance_rank: number of this one, from 0 to `num_instances` - 1.
+        num_workers: number of processes that read chunks, each another one; 0 reads them in this process. Order and
+            checkpoints do not depend on it.
 
     Raises:
         ValueError: `buffer_size` is below 1, `instance_rank` is out of range, the list is empty, `shuffle` without
@@ -81,9 +86,12 @@ def chunked_dataset_iterator(
     """
     _function("read_chunk_fn", read_chunk_fn)
     _integer("buffer_size", buffer_size)
-    items: CheckpointableIterator[Any] = SelectManyIterator(
-        create_source_iterator(chunk_refs, train, seed, shuffle, num_instances, instance_rank), read_chunk_fn
-    )
+    refs = create_source_iterator(chunk_refs, train, seed, shuffle, num_instances, instance_rank)
+    items: CheckpointableIterator[Any]
+    if _integer("num_workers", num_workers, 0):
+        items = ParallelSelectManyIterator(refs, read_chunk_fn, num_workers)
+    else:
+        items = SelectManyIterator(refs, read_chunk_fn)
     if prefetch:
         items = PrefetchIterator(items, buffer_size)
     if shuffle:

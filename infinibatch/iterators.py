@@ -162,13 +162,15 @@ import operator
 import os
 import random
 from abc import abstractmethod
-from collections import abc
+from collections import abc, deque
+from functools import partial
 from itertools import islice, repeat
 from math import ceil
 from time import perf_counter
 from typing import (
     Any,
     Callable,
+    Deque,
     Dict,
     Iterable,
     Iterator,
@@ -230,7 +232,7 @@ def _seed(value: Any, needed_by: Optional[str] = None) -> Any:
                 "own".format(needed_by)
             )
         return random.SystemRandom().getrandbits(64)
-    if isinstance(value, (int, float, str, bytes, bytearray)):
+    if isinstance(value, (int, float, str, bytes)):
         return value
     try:
         return operator.index(value)
@@ -340,10 +342,10 @@ def _shuffled(items: List[T], generator: random.Random) -> List[T]:
                     j = getrandbits(bits)
                 shuffled[i], shuffled[j] = shuffled[j], shuffled[i]
             last = (1 << (bits - 1)) - 2
+        return shuffled
     except BaseException:
         generator.setstate(state)
         raise
-    return shuffled
 
 
 def _reraise(error: BaseException, culprit: str) -> NoReturn:
@@ -901,13 +903,16 @@ class _Foreign(_ReplayIterator[T]):
     def _fill(self, out: List[T], n: int) -> None:
         if not self._left:
             self._prepare()
-        length = len(out)
-        try:
-            if not self._ended:
-                self._iterator._fill(out, min(n, self._left))
-                self._ended = len(out) == length
-        finally:
-            self._left -= len(out) - length
+        append = out.append
+        for _ in range(min(n, self._left)):
+            if self._ended:
+                return
+            try:
+                append(next(self._iterator))
+            except StopIteration:
+                self._ended = True
+                return
+            self._left -= 1
 
     def _skip(self, n: int) -> int:
         skipped = 0
@@ -2327,84 +2332,252 @@ class MultiplexIterator(_Stage[T]):
 # ---------------------------------------------------------------------------------------------------------------------
 
 
-class _MarkedIterator(_Stage[T]):
-    """A stage that takes its source's state every `_every` items, and counts the items since."""
+class _AheadIterator(_RunIterator[T]):
+    """
+    A stage whose runs come from workers: processes or threads that are ahead of it.
 
-    _positioned = False
-    _transient: Tuple[str, ...] = ("_mark", "_since", "_passed")
-    _source: _Stage[T]
-    _every: int
+    The state is the source's state at the last mark, `_start`, and the number of items since. Marks lie every so many
+    items, wherever runs begin and end; `_mark` is the one at the end of the run, if there is one. Workers start when
+    the first item is asked for, and again, from the position, after an error, after `setstate()`, and in a process
+    forked from this one.
+    """
 
-    def _restore(self, source_state: Any, since: int) -> None:
+    _source: _Stage[Any]
+    _start_method: Optional[str]
+    _closed = False
+    _workers: Sequence[Any] = ()
+    _ended = False
+    _moved = False  # whether the source may have been read further than the mark
+    _mark: Any = None
+    _began = 0.0
+    _transient: Tuple[str, ...] = ("_workers", "_ended", "_moved", "_mark", "_began")
+
+    def _receive(self) -> Optional[Tuple[List[T], Any]]:
+        """Return the next run and the source's state behind it, which is None where no mark lies; None at the end."""
+        raise NotImplementedError
+
+    def _begin(self) -> None:
+        """Start the workers from the position."""
+        raise NotImplementedError
+
+    def _restore(self, source_state: Any, number: int) -> None:
+        self._stop()
         self._source.setstate(source_state)
-        self._mark: Any = None  # the source's state at the last mark; None: as things stand
-        self._since = since
-        self._passed = False  # whether the items that were out when the checkpoint was made are passed over
+        self._rewind(number)
+        self._mark, self._moved, self._ended = None, False, False
+
+    def _parse(self, checkpoint: Any) -> Tuple[Any, int]:
+        if self._closed:
+            raise RuntimeError("{} is closed".format(type(self).__name__))
+        return None, 0
+
+    def _now(self) -> Any:
+        return self._source.getstate()
 
     def _position(self) -> Tuple[Any, int]:
-        if self._passed and self._since >= self._every:
-            return self._source.getstate(), 0
-        if self._mark is None:
-            self._mark = self._source.getstate()
-        return _copied(self._mark), self._since
+        left = self._rest.__length_hint__()
+        if not left and self._mark is not None:
+            return _copied(self._mark), 0
+        if self._start is None:
+            self._start = self._now()
+        return _copied(self._start), self._end - left
 
-    def _prepare(self) -> int:
-        """Return how many items may come before the next mark."""
-        self._mark, since = self._position()
-        if not self._passed:
-            self._since = _pass_over(self._source, since)
-            self._passed = True
-            self._mark, since = self._position()
-        self._since = since
-        return self._every - since
-
-    def __next__(self) -> T:
-        if not self._passed or self._since >= self._every:
-            self._prepare()
-        item = next(self._source)
-        self._since += 1
-        return item
-
-    def _fill(self, out: List[T], n: int) -> None:
-        n, length = min(n, self._prepare()), len(out)
+    def _open(self) -> bool:
+        if self._closed:
+            raise RuntimeError("{} is closed".format(type(self).__name__))
+        if self._ended:
+            return False
+        if self._mark is not None:
+            self._start, self._end, self._mark = self._mark, 0, None
+        elif self._start is None:
+            self._start = self._now()
+        self._run, self._rest = (), iter(())
+        if self._workers and not self._workers[0].owned:
+            self._workers = ()  # this process is a fork of the one that they work for
         try:
-            self._source._fill(out, n)
-        finally:
-            self._since += len(out) - length
+            if not self._workers:
+                if self._moved:
+                    self._source.setstate(self._start)
+                self._moved = True
+                self._begin()
+                self._began = perf_counter()
+            received = self._receive()
+        except BaseException:
+            self._stop()
+            raise
+        if received is None:
+            self._ended = True
+            self._stop()
+            return False
+        self._run, self._mark = received
+        self._end += len(self._run)
+        self._pending = False
+        self._seek(0)
+        return True
 
-    def _skip(self, n: int) -> int:
-        skipped = 0
-        while skipped < n:
-            step = self._source._skip(min(n - skipped, self._prepare()))
-            if not step:
-                break
-            self._since += step
-            skipped += step
-        return skipped
+    def _stop(self) -> None:
+        workers, self._workers = self._workers, ()
+        if workers:
+            from . import _workers
 
-    def _back(self, n: int) -> None:
-        self._source._back(n)
-        self._since -= n
+            _workers.close(workers)
+
+    def close(self) -> None:
+        """End the processes and threads of the whole pipeline, which then gives no more items."""
+        self._stop()
+        if not self._closed:
+            self._closed = True
+            self._start, self._end = self._position()
+            self._run, self._rest, self._mark = (), iter(()), None
+        super().close()
+
+    @property
+    def waiting(self) -> Dict[str, float]:
+        """
+        Tell who waited for whom since the workers started, as shares of that time between 0 and 1.
+
+        'consumer' is the share that `next()` waited for the workers: if it is high, they are what to speed up.
+        'workers' is the share that they waited, to be given work or to get rid of it, on average: if it is high, more
+        of them would change nothing. As last heard from them; empty while none runs.
+        """
+        if not self._workers:
+            return {}
+        elapsed = max(perf_counter() - self._began, 1e-9)
+        return {
+            "consumer": round(min(sum(worker.waited for worker in self._workers) / elapsed, 1.0), 3),
+            "workers": round(
+                min(sum(worker.worker_waited for worker in self._workers) / elapsed / len(self._workers), 1.0), 3
+            ),
+        }
+
+    @property
+    def _waiting(self) -> Dict[str, float]:  # for repr()
+        return self.waiting
 
 
-class PrefetchIterator(_MarkedIterator[T]):
+def _checked_start(value: Optional[str]) -> Optional[str]:
+    if value not in (None, "fork", "thread", "spawn"):
+        raise ValueError("start must be 'fork', 'thread', 'spawn' or None, got {!r}".format(value))
+    return value
+
+
+def _send(link: Any, items: List[Any], *more: Any) -> None:
+    """Send a run from a worker; if an item cannot be pickled, those before it, and then its error."""
+    try:
+        link.send((items,) + more)
+    except TypeError:
+        if len(items) == 1:
+            raise
+        for item in items:
+            link.send(([item],) + (None,) * len(more))
+        raise
+
+
+def _adapted(size: int, limit: int, seconds: float) -> int:
+    """Return the number of items in the next message, if those of the last took so long."""
+    if seconds < 0.001:
+        return min(2 * size, limit)
+    return max(size // 2, 1) if seconds > 0.004 else size
+
+
+def _interval(state: Any, size: int) -> int:
+    """Return the number of items between marks: `size`, or as many times twice that as a large state demands."""
+    weight, rest = 0, [state]
+    while rest:
+        part = rest.pop()
+        if isinstance(part, dict):
+            part = list(part.values())
+        weight += len(part) if isinstance(part, (list, tuple, str, bytes)) else 0
+        if isinstance(part, (list, tuple)) and not _ATOMS.issuperset(map(type, part)):
+            rest += part
+    while 64 * size < weight:
+        size *= 2
+    return size
+
+
+def _run_ahead(source: _Stage[Any], start: Any, number: int, buffer_size: int, shared: bool, link: Any) -> None:
+    """What the worker of a `PrefetchIterator` does: send runs, with the state behind them where a mark lies."""
+    try:
+        if number:
+            _pass_over(source, number)
+        left = _interval(start, buffer_size) - number  # items to the next mark
+        credit = buffer_size  # items that may be computed before the consumer asks for one
+        size, limit = 1, max(buffer_size // 2, 1)
+        while True:
+            mark = None
+            if left <= 0:
+                mark = source.getstate()
+                left = _interval(mark, buffer_size)
+                link.send(([], mark))
+            while True:
+                try:
+                    credit += link.receive(block=credit == 0)
+                except BlockingIOError:
+                    break
+            items: List[Any] = []
+            begin = perf_counter()
+            try:
+                n = min(size, credit, left)
+                while len(items) < n:
+                    length = len(items)
+                    source._fill(items, n - length)
+                    if len(items) == length or perf_counter() - begin > 0.001:
+                        break
+            except BaseException:
+                if items:
+                    _send(link, items, None)
+                raise
+            if not items:
+                return
+            size = _adapted(size, limit, perf_counter() - begin)
+            credit -= len(items)
+            left -= len(items)
+            if left == 0:
+                mark = source.getstate()
+                left = _interval(mark, buffer_size)
+                _send(link, items, mark)
+            else:
+                _send(link, items, None)
+    finally:
+        if not shared:
+            source.close()
+
+
+class PrefetchIterator(_AheadIterator[T]):
     """
-    Yield the same items as the source.
+    Yield the same items as the source, computed ahead in another process.
+
+    The process starts when the first item is asked for, and ends with `close()`, with the iterator, or with this
+    process, however that ends. If it dies, or the source raises, `next()` raises; the next `next()` starts another one
+    from the position. It is forked, so that the pipeline below may hold whatever it likes: closures, lambdas, open
+    data sets. What cannot be forked, such as CUDA, or locks that other threads hold, needs `start="spawn"`.
+
+    Cost: `buffer_size` items, and a copy of what the pipeline below touches. An item travels by pickle (arrays and
+    tensors are copied once in and once out), so this pays where computing an item takes longer than that. A checkpoint
+    holds the source's state up to `buffer_size` items ago, restoring reads these again.
 
     Args:
-        source_iterator: where the items come from.
-        buffer_size: number of items that are computed ahead at most.
+        source_iterator: where the items come from. Each item must be an object of its own: a source that yields one
+            array again and again, filled anew, cannot be prefetched.
+        buffer_size: number of items that are computed and not yet returned, at most.
         buffer_in_main_process: accepted for programs written for Infinibatch 0.1.1, without effect.
-        log_empty_buffer_warning: whether to log a warning when no item is ready.
+        log_empty_buffer_warning: whether to log a warning, now and then, when no item is ready.
+        start: "fork"; "thread", which shares the interpreter with the consumer; "spawn", a fresh process, for
+            pipelines that can be pickled. None takes fork on Linux and BSD, a thread on macOS and Windows.
 
     Raises:
-        ValueError: `buffer_size` is below 1, or `source_iterator` is no `CheckpointableIterator`.
+        ValueError: `buffer_size` is below 1, `start` is none of these, or `source_iterator` is no
+            `CheckpointableIterator`.
+        RuntimeError: from `next()`, the process died, or the iterator is closed.
 
-    >>> list(PrefetchIterator(NativeCheckpointableIterator("abc"), buffer_size=2))
+    >>> with PrefetchIterator(NativeCheckpointableIterator("abc"), buffer_size=2) as items:
+    ...     list(items)
     ['a', 'b', 'c']
     """
 
-    _shown = ("buffer_size",)
+    _shown = ("buffer_size", "waiting")
+    _logged = float("-inf")
+    _transient: Tuple[str, ...] = ("_logged", "_unasked")
 
     def __init__(
         self,
@@ -2412,44 +2585,148 @@ class PrefetchIterator(_MarkedIterator[T]):
         buffer_size: int,
         buffer_in_main_process: bool = False,
         log_empty_buffer_warning: bool = False,
+        *,
+        start: Optional[str] = None
     ) -> None:
         self._source_iterator, self._source = source_iterator, _adopt(source_iterator)
         self._inputs = (self._source,)
-        self._every = self._buffer_size = _integer("buffer_size", buffer_size)
-        self._log_empty_buffer_warning = log_empty_buffer_warning
+        self._buffer_size = _integer("buffer_size", buffer_size)
+        self._log_empty_buffer_warning = bool(log_empty_buffer_warning)
+        self._start_method = _checked_start(start)
         self.setstate(None)
 
     def _parse(self, checkpoint: Any) -> Tuple[Any, int]:
+        super()._parse(checkpoint)
         if checkpoint is None:
             checkpoint = {"source_state": None, "item_offset": 0}
-        source_state, since = _keys(self, checkpoint, "source_state", "item_offset")
+        source_state, number = _keys(self, checkpoint, "source_state", "item_offset")
         self._source._parse(source_state)
-        return source_state, _count(self, "item_offset", since)
+        return source_state, _count(self, "item_offset", number)
 
     def _save(self) -> Checkpoint:
-        mark, since = self._position()
-        return {"source_state": mark, "item_offset": since}
+        source_state, number = self._position()
+        return {"source_state": source_state, "item_offset": number}
+
+    def _begin(self) -> None:
+        from . import _workers
+
+        start = self._start_method or _workers.default_start()
+        shared = start == "thread"
+        target = partial(_run_ahead, self._source, self._start, self._end, self._buffer_size, shared)
+        self._workers = [_workers.Worker(target, start)]
+        self._unasked = 0  # items of the last run beyond the one that was asked for
+
+    def _receive(self) -> Optional[Tuple[List[T], Any]]:
+        from . import _workers
+
+        worker = self._workers[0]
+        if self._unasked:
+            worker.send(self._unasked)
+            self._unasked = 0
+        if self._log_empty_buffer_warning and perf_counter() > self._logged + 60 and not worker.ready():
+            self._logged = perf_counter()
+            logger.warning("no item is ready in %s (said once a minute)", repr(self).split("\n")[0])
+        try:
+            items, mark = worker.receive()
+        except _workers.Ended:
+            return None
+        if items:
+            worker.send(1)
+            self._unasked = len(items) - 1
+        return items, mark
 
 
-class ParallelMapIterator(_MarkedIterator[T]):
+def _map_blocks(transform: Callable[[Any], Any], link: Any) -> None:
+    """What a worker of a `ParallelMapIterator` does: send the results of each block, and the seconds that it took."""
+    while True:
+        items = link.receive()
+        results: List[Any] = []
+        begin = perf_counter()
+        try:
+            for item in items:
+                results.append(transform(item))
+        except BaseException:
+            if results:
+                _send(link, results, None)
+            raise
+        del items
+        _send(link, results, perf_counter() - begin)
+
+
+class _SharedWorkIterator(_AheadIterator[T]):
+    """A stage that reads the source itself and hands what it reads to several workers in turn."""
+
+    _num_processes: int
+    _spool = 0
+    _transient: Tuple[str, ...] = ("_sent", "_turn", "_last", "_error")
+
+    def _target(self) -> Callable[[Any], None]:
+        """Return the function that runs in each worker."""
+        raise NotImplementedError
+
+    def _begin(self) -> None:
+        from . import _workers
+
+        self._sent: Deque[Tuple[int, int, Any]] = deque()  # what is on its way: worker, number of items, mark behind it
+        self._turn = 0  # the worker that gets the next message …
+        self._last = 0  # … and the one that gave the last
+        self._error: Optional[Exception] = None  # what the source raised behind all that is on its way
+        start, target = self._start_method or _workers.default_start(), self._target()
+        self._workers = [_workers.Worker(target, start, self._spool) for _ in range(self._num_processes)]
+
+    def _read_ahead(self, n: int) -> List[Any]:
+        items: List[Any] = []
+        try:
+            self._source._fill(items, n)
+        except Exception as error:
+            self._error = error
+        return items
+
+    def _give(self, message: Any, number: int, mark: Any) -> None:
+        self._workers[self._turn].send(message)
+        self._sent.append((self._turn, number, mark))
+        self._turn = (self._turn + 1) % self._num_processes
+
+    def _take(self) -> Tuple[Any, int, Any]:
+        """Return the next message, and what stands in `_sent` about it."""
+        self._last, number, mark = self._sent.popleft()
+        others = [worker for i, worker in enumerate(self._workers) if i != self._last]
+        return self._workers[self._last].receive(others), number, mark
+
+
+class ParallelMapIterator(_SharedWorkIterator[T]):
     """
-    Apply a function to each item, in order.
+    Apply a function to each item, in several processes, keeping the order.
+
+    This process reads the source and sends the items to the others. They start when the first item is asked for, and
+    end with `close()`, with the iterator, or with this process, however that ends. Under fork, `transform` may be any
+    function: a closure, a lambda, a method of an open data set. If a process dies, or `transform` raises, `next()`
+    raises; the next `next()` goes on from the position, with the same item.
+
+    Cost: twice `num_processes * num_items_per_process` items on their way, at most; items and results travel by pickle.
+    A checkpoint holds the source's state up to that many items ago; restoring reads these again, without transforming
+    them.
 
     Args:
         source_iterator: where the items come from.
-        transform: function of one item. If it raises, the next `next()` calls it again with the same item.
+        transform: function of one item.
         num_processes: number of processes.
-        num_items_per_process: number of items in a block, for each process.
+        num_items_per_process: largest number of items that are sent to a process together.
+        start: how processes start, see `PrefetchIterator`.
 
     Raises:
-        ValueError: a number is below 1, or `source_iterator` is no `CheckpointableIterator`.
-        TypeError: `transform` is not callable.
+        ValueError: a number is below 1, `start` is unknown, or `source_iterator` is no `CheckpointableIterator`.
+        TypeError: `transform` is not callable; from `next()`, an item or a result cannot be pickled.
+        RuntimeError: from `next()`, a process died, or the iterator is closed.
 
-    >>> list(ParallelMapIterator(NativeCheckpointableIterator("abc"), str.upper, 2, 10))
-    ['A', 'B', 'C']
+    >>> with ParallelMapIterator(NativeCheckpointableIterator("abc"), lambda x: x * 2, 2, 10) as items:
+    ...     list(items)
+    ['aa', 'bb', 'cc']
     """
 
-    _shown = ("transform", "num_processes", "num_items_per_process")
+    _shown = ("transform", "num_processes", "num_items_per_process", "waiting")
+    _size = 1  # number of items in the next block
+    _transient: Tuple[str, ...] = ("_size", "_left")
 
     def __init__(
         self,
@@ -2457,24 +2734,188 @@ class ParallelMapIterator(_MarkedIterator[T]):
         transform: Callable[[Any], T],
         num_processes: int,
         num_items_per_process: int,
+        *,
+        start: Optional[str] = None
     ) -> None:
-        self._source_iterator, self._source = source_iterator, MapIterator(source_iterator, transform)
-        self._inputs = self._source._inputs
-        self._transform = transform
+        self._source_iterator, self._source = source_iterator, _adopt(source_iterator)
+        self._inputs = (self._source,)
+        self._transform = _function("transform", transform)
         self._num_processes = _integer("num_processes", num_processes)
         self._num_items_per_process = _integer("num_items_per_process", num_items_per_process)
-        self._every = self._num_processes * self._num_items_per_process
+        self._block_size = self._num_processes * self._num_items_per_process  # number of items between marks
+        self._start_method = _checked_start(start)
         self.setstate(None)
 
     def _parse(self, checkpoint: Any) -> Tuple[Any, int]:
+        super()._parse(checkpoint)
         if checkpoint is None:
             checkpoint = {"source_state": None, "flattened_items_yielded": 0}
-        state, since = _keys(self, checkpoint, "source_state", "flattened_items_yielded")
+        state, number = _keys(self, checkpoint, "source_state", "flattened_items_yielded")
         if state is not None:
             (state,) = _keys(self, state, "source_state")
         self._source._parse(state)
-        return state, _count(self, "flattened_items_yielded", since)
+        return state, _count(self, "flattened_items_yielded", number)
 
     def _save(self) -> Checkpoint:
-        mark, since = self._position()
-        return {"source_state": {"source_state": mark}, "flattened_items_yielded": since}
+        source_state, number = self._position()
+        return {"source_state": {"source_state": source_state}, "flattened_items_yielded": number}
+
+    def _skip(self, n: int) -> int:
+        if self._workers or self._rest.__length_hint__():
+            return super()._skip(n)
+        self._start, self._end = self._position()
+        if self._moved:
+            self._source.setstate(self._start)
+        self._moved = True
+        _pass_over(self._source, self._end)
+        skipped = 0
+        while skipped < n:
+            if self._end >= self._block_size:
+                self._start, self._end = self._source.getstate(), 0
+            step = self._source._skip(min(n - skipped, self._block_size - self._end))
+            if not step:
+                break
+            self._end += step
+            skipped += step
+        return skipped
+
+    def _begin(self) -> None:
+        super()._begin()
+        _pass_over(self._source, self._end)
+        self._left = self._block_size - self._end  # items to the next mark
+
+    def _target(self) -> Callable[[Any], None]:
+        return partial(_map_blocks, self._transform)
+
+    def _receive(self) -> Optional[Tuple[List[T], Any]]:
+        if self._left <= 0:
+            self._left = self._block_size
+            return [], self._source.getstate()
+        on_their_way = sum(number for _, number, _ in self._sent)
+        while self._error is None and len(self._sent) < 4 * self._num_processes and on_their_way < 2 * self._block_size:
+            items = self._read_ahead(min(self._size, self._left))
+            if not items:
+                break
+            self._left -= len(items)
+            on_their_way += len(items)
+            mark = None
+            if not self._left:
+                mark, self._left = self._source.getstate(), self._block_size
+            self._give(items, len(items), mark)
+        if not self._sent:
+            if self._error is not None:
+                raise self._error
+            return None
+        (results, seconds), number, mark = self._take()
+        if len(results) < number:  # an error comes behind them
+            self._sent.appendleft((self._last, number - len(results), mark))
+            return results, None
+        if seconds is not None:
+            self._size = _adapted(self._size, self._num_items_per_process, seconds)
+        return results, mark
+
+
+def _read_chunks(collection_selector: Optional[Callable[[Any], Iterable[T]]], link: Any) -> None:
+    """What a worker of a `ParallelSelectManyIterator` does: send the items of each chunk, and say where it ends."""
+    size = 1
+    while True:
+        item, number = link.receive()
+        chunk = SelectManyIterator(NativeCheckpointableIterator([item]), collection_selector)
+        chunk._rewind(number)
+        items: List[T] = [cast(T, item)]
+        while items:
+            items = []
+            begin = perf_counter()
+            try:
+                chunk._fill(items, size)
+            except BaseException:
+                if items:
+                    _send(link, items, False)
+                raise
+            if items:
+                _send(link, items, False)
+                size = _adapted(size, 10000, perf_counter() - begin)
+        link.send(([], True))
+
+
+class ParallelSelectManyIterator(_SharedWorkIterator[T]):
+    """
+    Yield the items of a collection selected for each source item, like `SelectManyIterator`, in several processes.
+
+    This process reads the source, and the others call `collection_selector`, each for another source item, and send
+    the items. Order and checkpoints are those of `SelectManyIterator`. A process that is ahead of its turn keeps what
+    it has read, up to 64 MiB of pickled items, and goes on.
+
+    Args:
+        source_iterator: where the source items come from, for example the names of chunks.
+        collection_selector: function from a source item to an iterable of any kind, for example a reader of chunks.
+            None takes the source item itself.
+        num_processes: number of processes.
+        start: how processes start, see `PrefetchIterator`.
+
+    Raises:
+        ValueError: `num_processes` is below 1, `start` is unknown, or `source_iterator` is no `CheckpointableIterator`.
+        TypeError: `collection_selector` is not callable; from `next()`, an item cannot be pickled.
+        RuntimeError: from `next()`, a process died, or the iterator is closed.
+
+    >>> with ParallelSelectManyIterator(NativeCheckpointableIterator([1, 3]), lambda n: range(n), 2) as items:
+    ...     list(items)
+    [0, 0, 1, 2]
+    """
+
+    _shown = ("collection_selector", "num_processes", "waiting")
+    _spool = 64 << 20
+    _transient: Tuple[str, ...] = ("_skipped",)
+
+    def __init__(
+        self,
+        source_iterator: CheckpointableIterator[Any],
+        collection_selector: Optional[Callable[[Any], Iterable[T]]],
+        num_processes: int,
+        *,
+        start: Optional[str] = None
+    ) -> None:
+        self._source_iterator, self._source = source_iterator, _adopt(source_iterator)
+        self._inputs = (self._source,)
+        if collection_selector is not None:
+            _function("collection_selector", collection_selector)
+        self._collection_selector = collection_selector
+        self._num_processes = _integer("num_processes", num_processes)
+        self._start_method = _checked_start(start)
+        self.setstate(None)
+
+    def _parse(self, checkpoint: Any) -> Tuple[Any, int]:
+        super()._parse(checkpoint)
+        if checkpoint is None:
+            checkpoint = {"source_state": None, "flattened_items_yielded": 0}
+        source_state, number = _keys(self, checkpoint, "source_state", "flattened_items_yielded")
+        self._source._parse(source_state)
+        return source_state, _count(self, "flattened_items_yielded", number)
+
+    def _save(self) -> Checkpoint:
+        source_state, number = self._position()
+        return {"source_state": source_state, "flattened_items_yielded": number}
+
+    def _begin(self) -> None:
+        super()._begin()
+        self._skipped = self._end  # items of the first chunk that are out
+
+    def _target(self) -> Callable[[Any], None]:
+        return partial(_read_chunks, self._collection_selector)
+
+    def _receive(self) -> Optional[Tuple[List[T], Any]]:
+        while self._error is None and len(self._sent) < 2 * self._num_processes:
+            item = self._read_ahead(1)
+            if not item:
+                break
+            self._give((item[0], self._skipped), 0, self._source.getstate())
+            self._skipped = 0
+        if not self._sent:
+            if self._error is not None:
+                raise self._error
+            return None
+        (items, done), _, mark = self._take()
+        if done:
+            return items, mark
+        self._sent.appendleft((self._last, 0, mark))
+        return items, None
