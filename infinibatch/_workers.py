@@ -62,6 +62,7 @@ _THREAD_MESSAGES = 16
 
 _PATIENCE_SECONDS = 0.2
 _GRACE_SECONDS = 0.3
+_THREAD_GRACE_SECONDS = 1.5  # a thread cannot be killed
 _KILL_SECONDS = 0.7
 
 _HEADER = struct.Struct("<iiQ")
@@ -581,6 +582,11 @@ class Worker:
         """Whether the worker is over: closed, ended, failed or dead."""
         return self._handle.closed
 
+    @property
+    def left_behind(self) -> bool:
+        """Whether this is a thread that is closed and still runs."""
+        return isinstance(self._handle, _Thread) and self._handle.left_behind
+
     def send(self, message: Any) -> None:
         """Send a message to the worker; never blocks.
 
@@ -914,7 +920,7 @@ class _Thread:
         if threading.current_thread() is self._thread:
             return
         assert self._shut_at is not None
-        self._thread.join(max(0.0, self._shut_at + _GRACE_SECONDS - time.monotonic()))
+        self._thread.join(max(0.0, self._shut_at + _THREAD_GRACE_SECONDS - time.monotonic()))
         if self._thread.is_alive() and not quiet:
             warnings.warn(
                 "a worker thread is blocked in the code that it runs and is left behind; with start='fork' or "
@@ -922,6 +928,10 @@ class _Thread:
                 RuntimeWarning,
                 stacklevel=3,
             )
+
+    @property
+    def left_behind(self) -> bool:
+        return self._over and self._thread.is_alive() and self.owner == os.getpid()
 
     def forget(self) -> None:
         self._shared.closed = True

@@ -161,6 +161,7 @@ import logging
 import operator
 import os
 import random
+import sys
 from abc import abstractmethod
 from collections import abc, deque
 from functools import partial
@@ -1025,6 +1026,10 @@ class _ListSource(_RunIterator[T]):
             "digest": self._digest,
         }
 
+    def _warn_if_idle(self, number: int) -> None:
+        if number <= self._instance_rank:
+            logger.info("instance %d of %d gets no items: there are %d", self._instance_rank, self._num_instances, number)
+
     def _check_source(self, checkpoint: Checkpoint) -> None:
         if "source" not in checkpoint:  # as in checkpoints of Infinibatch 0.1.1
             return
@@ -1068,6 +1073,7 @@ class ChunkedSourceIterator(_ListSource[T]):
     def __init__(self, source_items: Iterable[T], num_instances: int = 1, instance_rank: int = 0) -> None:
         self._source_items = list(source_items)
         self._num_instances, self._instance_rank = _instance(num_instances, instance_rank)
+        self._warn_if_idle(len(self._source_items))
         self.setstate(None)
 
     def _part(self) -> Tuple[int, int]:
@@ -1126,10 +1132,11 @@ class InfinitePermutationSourceIterator(_ListSource[T]):
     [1, 3, 2, 1]
     """
 
-    _shown = ("source_items", "seed", "shuffle", "num_instances", "instance_rank")
+    _shown: Tuple[str, ...] = ("source_items", "seed", "shuffle", "num_instances", "instance_rank")
     _drawn = False  # whether the seed was drawn here: then another pipeline needs it even before the first item
+    _num_epochs: Optional[int] = None
     _copies: Optional[bool] = None  # whether each permutation must have items of its own
-    _transient: Tuple[str, ...] = ("_copies", "_random", "_index")
+    _transient: Tuple[str, ...] = ("_copies", "_random", "_index", "_epoch")
 
     def __init__(
         self,
@@ -1149,7 +1156,7 @@ class InfinitePermutationSourceIterator(_ListSource[T]):
         self._source_items = items if _all_immutable(items) else copy.deepcopy(items)
         self.setstate(None)
 
-    def _parse(self, checkpoint: Any) -> Tuple[Any, int]:
+    def _parse(self, checkpoint: Any) -> Tuple[Any, ...]:
         if checkpoint is None:
             return None, self._instance_rank
         state, index = _keys(self, checkpoint, "random_state", "index")
@@ -1159,12 +1166,13 @@ class InfinitePermutationSourceIterator(_ListSource[T]):
             raise _unfit(self, "index", "less than the number of items and instances", index)
         return state, index
 
-    def _restore(self, state: Any, index: int) -> None:
+    def _restore(self, state: Any, index: int, epoch: int = 0) -> None:
         if self._seed is None:  # in a subclass with a constructor of its own
             self._seed, self._drawn = _seed(None), True
         self._random = _generator(self._seed, state)
         self._rewind(0)
         self._index = index  # in the current permutation, of the first item of the run
+        self._epoch = epoch  # the number of permutations before the current one
         self._start = state
 
     def _now(self) -> Any:
@@ -1191,12 +1199,13 @@ class InfinitePermutationSourceIterator(_ListSource[T]):
         if not self._pending:
             index = self._next_index()
             self._rewind(0)
-            self._index = index
-        while self._index >= len(items):  # permutations of which this instance gets nothing
+            self._index, self._epoch, self._start = index, self._epoch + 1, self._now()
+        while self._epoch != self._num_epochs and self._index >= len(items):  # this instance gets nothing of these
             if self._shuffle:
                 _shuffled(items, self._random)
-            self._index -= len(items)
-            self._start = self._now()
+            self._index, self._epoch, self._start = self._index - len(items), self._epoch + 1, self._now()
+        if self._epoch == self._num_epochs:
+            return False
         self._start = self._now()
         if self._shuffle:
             if self._copies is None:
@@ -1206,6 +1215,61 @@ class InfinitePermutationSourceIterator(_ListSource[T]):
         self._end, self._pending = len(self._run), False
         self._seek(0)
         return True
+
+
+class PermutationSourceIterator(InfinitePermutationSourceIterator[T]):
+    """
+    Yield the first permutations of `InfinitePermutationSourceIterator`, then end.
+
+    Positions are dealt to the instances in the same way, so that together they yield each item once in each epoch.
+
+    Cost: as there.
+
+    Args:
+        source_items: the list, the same for each instance. It is copied.
+        num_epochs: number of permutations.
+        seed: int, float, str or bytes for `random.Random`. None draws one, which checkpoints carry on.
+        shuffle: False yields the list itself, `num_epochs` times.
+        num_instances: number of instances that share the stream.
+        instance_rank: number of this one, from 0 to `num_instances` - 1.
+
+    Raises:
+        ValueError: the list is empty, `num_epochs` is below 1, `instance_rank` is out of range, or several instances
+            shuffle without a seed.
+
+    >>> list(PermutationSourceIterator([1, 2, 3, 4], num_epochs=2, seed=1))
+    [4, 1, 3, 2, 4, 2, 1, 3]
+    """
+
+    _shown = ("source_items", "num_epochs", "seed", "shuffle", "num_instances", "instance_rank")
+
+    def __init__(
+        self,
+        source_items: Iterable[T],
+        num_epochs: int = 1,
+        seed: Any = 0,
+        shuffle: bool = True,
+        num_instances: int = 1,
+        instance_rank: int = 0,
+    ) -> None:
+        self._num_epochs = _integer("num_epochs", num_epochs)
+        super().__init__(source_items, seed, shuffle, num_instances, instance_rank)
+        self._warn_if_idle(len(self._source_items) * self._num_epochs)
+
+    def _parse(self, checkpoint: Any) -> Tuple[Any, ...]:
+        if checkpoint is None:
+            return super()._parse(None)
+        (epoch,) = _keys(self, checkpoint, "epoch")
+        return super()._parse(checkpoint) + (_count(self, "epoch", epoch),)
+
+    def _save(self) -> Checkpoint:
+        between = not self._pending and not self._rest.__length_hint__()
+        return dict(super()._save(), epoch=self._epoch + between)
+
+    def _open(self) -> bool:
+        if self._pending and self._epoch > cast(int, self._num_epochs):
+            raise _beyond(self, self._epoch, cast(int, self._num_epochs))
+        return super()._open()
 
 
 def create_source_iterator(
@@ -1374,6 +1438,93 @@ class MapIterator(_Stage[T]):
     def _back(self, n: int) -> None:
         self._give_back()
         self._source._back(n)
+
+
+class FilterIterator(_Stage[T]):
+    """
+    Yield the items for which a function is true.
+
+    Cost: none of its own; the state is the source's.
+
+    Args:
+        source_iterator: where the items come from. It is not rewound.
+        predicate: function of one item. If it raises, the next `next()` calls it again with the same item.
+
+    Raises:
+        ValueError: `source_iterator` is no `CheckpointableIterator`.
+        TypeError: `predicate` is not callable.
+
+    >>> list(FilterIterator(NativeCheckpointableIterator(range(6)), lambda n: n % 2))
+    [1, 3, 5]
+    """
+
+    _shown = ("predicate",)
+    _transient: Tuple[str, ...] = ("_items", "_tried", "_passed")
+
+    def __init__(self, source_iterator: CheckpointableIterator[T], predicate: Callable[[T], Any]) -> None:
+        self._source_iterator, self._source = source_iterator, _adopt(source_iterator)
+        self._inputs = (self._source,)
+        self._predicate = _function("predicate", predicate)
+        self._let_go()
+
+    def _let_go(self) -> None:
+        self._items: List[T] = []  # what the last call of the source gave …
+        self._tried = 0  # … how many of these were tried …
+        self._passed: List[int] = []  # … and which of them the last call of this stage gave
+
+    def _parse(self, checkpoint: Any) -> Tuple[Any, ...]:
+        self._source._parse(checkpoint)
+        return (checkpoint,)
+
+    def _restore(self, checkpoint: Any) -> None:
+        self._let_go()
+        self._source.setstate(checkpoint)
+
+    def _save(self) -> Checkpoint:
+        self._give_back()
+        return self._source.getstate()
+
+    def __next__(self) -> T:
+        out: List[T] = []
+        self._fill(out, 1)
+        if not out:
+            raise StopIteration
+        return out[0]
+
+    def _fill(self, out: List[T], n: int) -> None:
+        self._passed = []
+        predicate = self._predicate
+        while not self._passed:
+            if self._tried == len(self._items):
+                self._items, self._tried = [], 0
+                self._source._fill(self._items, n)
+                if not self._items:
+                    return
+            items = self._items
+            try:
+                for i in range(self._tried, len(items)):
+                    if predicate(items[i]):
+                        out.append(items[i])
+                        self._passed.append(i)
+                    self._tried = i + 1
+                    if len(self._passed) == n:
+                        break
+            except StopIteration as error:
+                _reraise(error, "predicate")
+
+    def _give_back(self) -> None:
+        left = len(self._items) - self._tried
+        if left:
+            self._source._back(left)
+            del self._items[-left:]
+
+    def _back(self, n: int) -> None:
+        self._give_back()
+        position = self._passed[-n]
+        self._source._back(self._tried - position)
+        del self._items[position:]
+        del self._passed[-n:]
+        self._tried = position
 
 
 class SelectManyIterator(_RunIterator[T]):
@@ -2327,6 +2478,203 @@ class MultiplexIterator(_Stage[T]):
         self._control._back(1)
 
 
+class ChainIterator(_Stage[T]):
+    """
+    Yield the items of one finite source after the other.
+
+    Cost: none of its own; the state is that of the source that is read.
+
+    Args:
+        source_iterators: where the items come from.
+
+    Raises:
+        ValueError: a source is no `CheckpointableIterator`, or there is none.
+
+    >>> list(ChainIterator(NativeCheckpointableIterator("ab"), NativeCheckpointableIterator("c")))
+    ['a', 'b', 'c']
+    """
+
+    _positioned = False
+    _transient: Tuple[str, ...] = ("_index",)
+
+    def __init__(self, *source_iterators: CheckpointableIterator[T]) -> None:
+        if not source_iterators:
+            raise ValueError("source_iterators must be at least 1, got 0")
+        self._source_iterators = source_iterators
+        self._inputs = tuple([_adopt(source, "source_iterators") for source in source_iterators])
+        self.setstate(None)
+
+    def _parse(self, checkpoint: Any) -> Tuple[int, Any]:
+        if checkpoint is None:
+            return 0, None
+        index, state = _keys(self, checkpoint, "index", "source_state")
+        if _count(self, "index", index) >= len(self._inputs):
+            raise _unfit(self, "index", "less than the number of sources, {}".format(len(self._inputs)), index)
+        self._inputs[index]._parse(state)
+        return index, state
+
+    def _restore(self, index: int, state: Any) -> None:
+        self._index = index
+        for i, source in enumerate(self._inputs):
+            source.setstate(state if i == index else None)
+
+    def _save(self) -> Checkpoint:
+        return {"index": self._index, "source_state": self._inputs[self._index].getstate()}
+
+    def __next__(self) -> T:
+        while True:
+            try:
+                item: T = next(self._inputs[self._index])
+                return item
+            except StopIteration:
+                if self._index + 1 == len(self._inputs):
+                    raise
+                self._index += 1
+
+    def _fill(self, out: List[T], n: int) -> None:
+        length = len(out)
+        self._inputs[self._index]._fill(out, n)
+        while len(out) == length and self._index + 1 < len(self._inputs):
+            self._index += 1
+            self._inputs[self._index]._fill(out, n)
+
+    def _skip(self, n: int) -> int:
+        skipped = self._inputs[self._index]._skip(n)
+        while skipped < n and self._index + 1 < len(self._inputs):
+            self._index += 1
+            skipped += self._inputs[self._index]._skip(n - skipped)
+        return skipped
+
+    def _back(self, n: int) -> None:
+        self._inputs[self._index]._back(n)
+
+
+class TakeIterator(_Stage[T]):
+    """
+    Yield the first items of the source.
+
+    Cost: none of its own.
+
+    Args:
+        source_iterator: where the items come from.
+        num_items: number of items, after which this iterator ends.
+
+    Raises:
+        ValueError: `num_items` is below 1, or `source_iterator` is no `CheckpointableIterator`.
+
+    >>> list(TakeIterator(InfinitePermutationSourceIterator("abc", shuffle=False), 4))
+    ['a', 'b', 'c', 'a']
+    """
+
+    _shown = ("num_items",)
+    _positioned = False
+    _transient: Tuple[str, ...] = ("_number",)
+
+    def __init__(self, source_iterator: CheckpointableIterator[T], num_items: int) -> None:
+        self._source_iterator, self._source = source_iterator, _adopt(source_iterator)
+        self._inputs = (self._source,)
+        self._num_items = _integer("num_items", num_items)
+        self.setstate(None)
+
+    def _parse(self, checkpoint: Any) -> Tuple[Any, int]:
+        if checkpoint is None:
+            checkpoint = {"source_state": None, "num_items_yielded": 0}
+        source_state, number = _keys(self, checkpoint, "source_state", "num_items_yielded")
+        self._source._parse(source_state)
+        return source_state, _count(self, "num_items_yielded", number)
+
+    def _restore(self, source_state: Any, number: int) -> None:
+        self._source.setstate(source_state)
+        self._number = number  # of items that are out
+
+    def _save(self) -> Checkpoint:
+        return {"source_state": self._source.getstate(), "num_items_yielded": self._number}
+
+    def __next__(self) -> T:
+        if self._number >= self._num_items:
+            raise StopIteration
+        item: T = next(self._source)
+        self._number += 1
+        return item
+
+    def _fill(self, out: List[T], n: int) -> None:
+        n = min(n, self._num_items - self._number)
+        length = len(out)
+        if n > 0:
+            try:
+                self._source._fill(out, n)
+            finally:
+                self._number += len(out) - length
+
+    def _skip(self, n: int) -> int:
+        skipped = self._source._skip(max(min(n, self._num_items - self._number), 0))
+        self._number += skipped
+        return skipped
+
+    def _back(self, n: int) -> None:
+        self._source._back(n)
+        self._number -= n
+
+
+class EnumerateIterator(_Stage[Tuple[int, T]]):
+    """
+    Yield pairs of an item's position in the whole stream and the item, also after any number of resumes.
+
+    Cost: none of its own.
+
+    Args:
+        source_iterator: where the items come from.
+        start: the position of the first item.
+
+    Raises:
+        ValueError: `source_iterator` is no `CheckpointableIterator`.
+        TypeError: `start` is no integer.
+
+    >>> list(EnumerateIterator(NativeCheckpointableIterator("ab"), start=1))
+    [(1, 'a'), (2, 'b')]
+    """
+
+    _shown = ("start",)
+    _positioned = False
+
+    def __init__(self, source_iterator: CheckpointableIterator[T], start: int = 0) -> None:
+        try:
+            self._start = operator.index(start)
+        except TypeError:
+            raise TypeError("start must be an integer, got {!r}".format(start)) from None
+        self._source_iterator = source_iterator
+        self._counted = TakeIterator(source_iterator, sys.maxsize)  # which counts
+        self._inputs = self._counted._inputs
+        self.setstate(None)
+
+    def _parse(self, checkpoint: Any) -> Tuple[Any, ...]:
+        return self._counted._parse(checkpoint)
+
+    def _restore(self, *fields: Any) -> None:
+        self._counted._restore(*fields)
+
+    def _save(self) -> Checkpoint:
+        return self._counted._save()
+
+    def __next__(self) -> Tuple[int, T]:
+        item = next(self._counted)
+        return self._start + self._counted._number - 1, item
+
+    def _fill(self, out: List[Tuple[int, T]], n: int) -> None:
+        items: List[T] = []
+        first = self._start + self._counted._number
+        try:
+            self._counted._fill(items, n)
+        finally:
+            out += enumerate(items, first)
+
+    def _skip(self, n: int) -> int:
+        return self._counted._skip(n)
+
+    def _back(self, n: int) -> None:
+        self._counted._back(n)
+
+
 # ---------------------------------------------------------------------------------------------------------------------
 # Working ahead, and in several processes
 # ---------------------------------------------------------------------------------------------------------------------
@@ -2350,7 +2698,8 @@ class _AheadIterator(_RunIterator[T]):
     _moved = False  # whether the source may have been read further than the mark
     _mark: Any = None
     _began = 0.0
-    _transient: Tuple[str, ...] = ("_workers", "_ended", "_moved", "_mark", "_began")
+    _left_behind: Sequence[Any] = ()  # threads that were closed and may still read the source
+    _transient: Tuple[str, ...] = ("_workers", "_left_behind", "_ended", "_moved", "_mark", "_began")
 
     def _receive(self) -> Optional[Tuple[List[T], Any]]:
         """Return the next run and the source's state behind it, which is None where no mark lies; None at the end."""
@@ -2361,7 +2710,7 @@ class _AheadIterator(_RunIterator[T]):
         raise NotImplementedError
 
     def _restore(self, source_state: Any, number: int) -> None:
-        self._stop()
+        self._check_source_is_free()
         self._source.setstate(source_state)
         self._rewind(number)
         self._mark, self._moved, self._ended = None, False, False
@@ -2396,6 +2745,7 @@ class _AheadIterator(_RunIterator[T]):
             self._workers = ()  # this process is a fork of the one that they work for
         try:
             if not self._workers:
+                self._check_source_is_free()
                 if self._moved:
                     self._source.setstate(self._start)
                 self._moved = True
@@ -2421,6 +2771,14 @@ class _AheadIterator(_RunIterator[T]):
             from . import _workers
 
             _workers.close(workers)
+        self._left_behind = [worker for worker in [*self._left_behind, *workers] if worker.left_behind]
+
+    def _check_source_is_free(self) -> None:
+        self._stop()
+        if self._left_behind:
+            raise RuntimeError(
+                "{} cannot go on: a thread that was closed is still blocked in its source".format(type(self).__name__)
+            )
 
     def close(self) -> None:
         """End the processes and threads of the whole pipeline, which then gives no more items."""

@@ -92,7 +92,7 @@ def build(seed, chance=None):
 
     def source():
         items = [rng.choice([i, str(i), None, (i, "x"), i / 3]) for i in range(rng.randint(0, 40))]
-        kind = rng.randrange(7)
+        kind = rng.randrange(8)
         if kind == 0:
             return its.NativeCheckpointableIterator(items)
         if kind == 1:
@@ -109,6 +109,11 @@ def build(seed, chance=None):
             return its.RandomIterator(size())
         if kind == 5:
             return Countdown(len(items))
+        if kind == 6:
+            number = size(10)
+            return its.PermutationSourceIterator(
+                items or [1], size(3), size(), rng.random() < 0.8, number, rng.randrange(number)
+            )
         return its.NativeCheckpointableIterator(range(len(items)))
 
     def pick(options):
@@ -152,6 +157,10 @@ def build(seed, chance=None):
                 lambda: its.MultiplexIterator(
                     its.MapIterator(its.RandomIterator(size()), call(lambda x: int(x * 2))), [below, stage(depth - 1)]
                 ),
+                lambda: its.FilterIterator(below, call(lambda item: weigh(item) % 3)),
+                lambda: its.TakeIterator(below, size(40)),
+                lambda: its.EnumerateIterator(below, size()),
+                lambda: its.ChainIterator(its.TakeIterator(below, size()), stage(depth - 1)),
                 lambda: its.PrefetchIterator(below, size(), start=start()),
                 lambda: its.ParallelMapIterator(below, call(text), size(3), size(5), start=start()),
                 lambda: its.ParallelSelectManyIterator(below, call(select), size(3), start=start()),
