@@ -14,7 +14,7 @@ import contextlib
 import json
 import os
 from binascii import crc32, hexlify
-from typing import TYPE_CHECKING, Any, Dict, Iterator, List, Optional, Tuple, Union
+from typing import TYPE_CHECKING, Any, Dict, Iterable, Iterator, List, Optional, Tuple, Union
 
 if TYPE_CHECKING:
     from infinibatch.iterators import CheckpointableIterator
@@ -119,6 +119,42 @@ def load(iterator: "CheckpointableIterator[Any]", path: _Path) -> None:
         raise ValueError("{}: {}".format(os.fspath(path), error)) from error
     except RuntimeError as error:
         raise RuntimeError("{}: {}".format(os.fspath(path), error)) from error
+
+
+def merge(states: Iterable[Any]) -> Any:
+    """Unite what the ranks of a run saved of their `ShardedIterator`.
+
+    The result fits a `ShardedIterator` of any rank out of any number of them.
+
+    Args:
+        states: What `getstate` of each rank returned, in any order. Ranks that served the same shards, as with tensor
+            parallelism, may both be there if they agree.
+
+    Returns:
+        The state of the whole run.
+
+    Raises:
+        ValueError: There is no state, one is not of a `ShardedIterator`, they differ in their number of shards, or two
+            say different things of one shard.
+
+    >>> merge([{"num_shards": 2, "shards": {"0": {"num_served": 1}}}, {"num_shards": 2, "shards": {"1": {}}}])
+    {'num_shards': 2, 'shards': {'0': {'num_served': 1}, '1': {}}}
+    """
+    shards: Dict[str, Any] = {}
+    numbers = []
+    for i, state in enumerate(states):
+        if not isinstance(state, dict) or not isinstance(state.get("shards"), dict) or "num_shards" not in state:
+            raise ValueError("states[{}] is not the state of a ShardedIterator: {!r:.80}".format(i, state))
+        numbers.append(state["num_shards"])
+        if numbers[0] != numbers[-1]:
+            raise ValueError("states differ in their number of shards: {} and {}".format(numbers[0], numbers[-1]))
+        for shard, content in state["shards"].items():
+            if shard in shards and _dumps(shards[shard]) != _dumps(content):
+                raise ValueError("states must be of the same moment, two differ in shard {}".format(shard))
+            shards[shard] = content
+    if not numbers:
+        raise ValueError("states must be at least 1, got 0")
+    return {"num_shards": numbers[0], "shards": {shard: shards[shard] for shard in sorted(shards, key=int)}}
 
 
 def show(path: _Path) -> str:

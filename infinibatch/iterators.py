@@ -165,8 +165,9 @@ import sys
 from abc import abstractmethod
 from collections import abc, deque
 from functools import partial
-from itertools import islice, repeat
-from math import ceil
+from heapq import heapify, heappop, heapreplace
+from itertools import chain, islice, repeat
+from math import ceil, isfinite
 from time import perf_counter
 from typing import (
     Any,
@@ -224,7 +225,119 @@ def _function(name: str, value: Any) -> Any:
     return value
 
 
-def _seed(value: Any, needed_by: Optional[str] = None) -> Any:
+class Keyed:
+    """
+    A seed for random stages whose checkpoints hold a few integers instead of a generator's state of 625 words.
+
+    Permutation, block or window number k of a stage is drawn from a generator of its own. That is
+    `random.Random(int.from_bytes(sha256(repr((seed, number, scope, k)).encode()).digest(), "big"))`, where `number` is
+    the number of random stages below the stage (in a tree, of all that come before it), and `scope` says for which
+    instances the sources below deal out their items. So stages with one seed do not repeat each other, nor do the
+    instances; stages without randomness and processes change nothing; and any position is reached without those
+    before. Stages that draw for each item (`SamplingRandomMapIterator`, `BufferedShuffleIterator`, `RandomIterator`,
+    `MixIterator`) pay some microseconds an item for it.
+
+    Args:
+        seed: an int, float, str or bytes.
+
+    Raises:
+        TypeError: the seed is of another type.
+
+    >>> items = BlockwiseShuffleIterator(NativeCheckpointableIterator(range(6)), block_size=3, seed=Keyed(1))
+    >>> list(items)
+    [0, 2, 1, 5, 4, 3]
+    >>> items.getstate()["source_state"]["recurrent_state"]
+    2
+    """
+
+    def __init__(self, seed: Any) -> None:
+        if seed is None:
+            raise TypeError("seed must be an int, float, str or bytes, got None")
+        self.seed = _seed(seed)
+
+    def __repr__(self) -> str:
+        return "Keyed({!r})".format(self.seed)
+
+    def __eq__(self, other: Any) -> bool:
+        return isinstance(other, Keyed) and self.seed == other.seed
+
+    def __hash__(self) -> int:
+        return hash((Keyed, self.seed))
+
+
+class _StageKey(Keyed):
+    """The seed of one stage. What is added to a tree later may change its number: see `_number_keys`."""
+
+    def __init__(self, seed: Any, inputs: Sequence["_Stage[Any]"]) -> None:
+        super().__init__(seed)
+        self.number = len(_keys_of(inputs))
+        self.scope: List[Tuple[int, int]] = [
+            (stage._num_instances, stage._instance_rank)
+            for stage in _all_stages(inputs)
+            if isinstance(stage, _ListSource) and stage._num_instances > 1
+        ]
+
+    def generator(self, position: int) -> random.Random:
+        import hashlib
+
+        name = repr((self.seed, self.number, self.scope, position))
+        return random.Random(int.from_bytes(hashlib.sha256(name.encode("utf-8", "surrogatepass")).digest(), "big"))
+
+
+class _Generators:
+    """In place of the generator of a keyed stage: one for each permutation, block or window."""
+
+    def __init__(self, key: _StageKey, position: int) -> None:
+        self._key, self._position = key, position
+
+    def getstate(self) -> int:
+        return self._position
+
+    def setstate(self, position: int) -> None:
+        self._position = position
+
+    def next(self) -> random.Random:
+        self._position += 1
+        return self._key.generator(self._position - 1)
+
+
+class _EachItem:
+    """A transform that gets another generator for each item."""
+
+    def __init__(self, transform: Callable[[random.Random, Any], Any]) -> None:
+        self._transform = transform
+
+    def __call__(self, generators: _Generators, item: Any) -> Any:
+        return self._transform(generators.next(), item)
+
+    def __repr__(self) -> str:
+        return repr(self._transform)
+
+
+def _unit(generator: Any) -> random.Random:
+    """Return what the next permutation, block or window is drawn from."""
+    return generator.next() if type(generator) is _Generators else cast(random.Random, generator)
+
+
+def _all_stages(stages: Sequence[Any]) -> Iterator[Any]:
+    """Yield the stages of several trees, sources first."""
+    for stage in stages:
+        yield from _all_stages(stage._sources())
+        yield stage
+
+
+def _keys_of(stages: Sequence[Any]) -> List[_StageKey]:
+    keys = [stage.__dict__.get("_seed") for stage in _all_stages(stages)]
+    return [key for key in keys if isinstance(key, _StageKey)]
+
+
+def _number_keys(inputs: Sequence["_Stage[Any]"]) -> None:
+    """Number the random stages of a tree, where several sources come together."""
+    for number, key in enumerate(_keys_of(inputs)):
+        key.number = number
+
+
+def _seed(value: Any, inputs: Sequence["_Stage[Any]"] = (), needed_by: Optional[str] = None) -> Any:
     """Return a seed; None becomes one drawn from the operating system, so that a rewind repeats the order."""
     if value is None:
         if needed_by:
@@ -233,12 +346,14 @@ def _seed(value: Any, needed_by: Optional[str] = None) -> Any:
                 "own".format(needed_by)
             )
         return random.SystemRandom().getrandbits(64)
+    if isinstance(value, Keyed):
+        return _StageKey(value.seed, inputs)
     if isinstance(value, (int, float, str, bytes)):
         return value
     try:
         return operator.index(value)
     except TypeError:
-        raise TypeError("seed must be an int, float, str, bytes or None, got {!r}".format(value)) from None
+        raise TypeError("seed must be an int, float, str, bytes, Keyed or None, got {!r}".format(value)) from None
 
 
 def _keys(stage: Any, checkpoint: Any, *keys: str) -> Tuple[Any, ...]:
@@ -278,6 +393,8 @@ def _random_state(stage: Any, key: str, value: Any) -> Any:
     """Return the state of a generator out of a checkpoint, in which JSON may have made lists of the tuples."""
     if value is None:
         return None
+    if isinstance(stage._seed, _StageKey):
+        return _count(stage, key, value)
     try:
         version, words, gauss_next = value
         state = (version, tuple(words), gauss_next)
@@ -289,8 +406,10 @@ def _random_state(stage: Any, key: str, value: Any) -> Any:
     return state
 
 
-def _generator(seed: Any, state: Any) -> random.Random:
+def _generator(seed: Any, state: Any) -> Any:
     """Return a generator in the given state, or as seeded where that is None."""
+    if isinstance(seed, _StageKey):
+        return _Generators(seed, state or 0)
     generator = random.Random(seed)
     if state is not None:
         generator.setstate(state)
@@ -323,7 +442,7 @@ def _copied(state: Any) -> Any:
     return copy.deepcopy(state)
 
 
-def _shuffled(items: List[T], generator: random.Random) -> List[T]:
+def _shuffled(items: List[T], generator: Any) -> List[T]:
     """
     Return what `generator.shuffle` would make of a copy of the list, leaving the generator where that would leave it.
 
@@ -332,8 +451,8 @@ def _shuffled(items: List[T], generator: random.Random) -> List[T]:
     """
     shuffled = items[:]
     state = generator.getstate()
-    getrandbits = generator.getrandbits
     try:
+        getrandbits = _unit(generator).getrandbits
         last = len(shuffled) - 1
         while last > 0:
             bits = (last + 1).bit_length()
@@ -1028,7 +1147,7 @@ class _ListSource(_RunIterator[T]):
 
     def _warn_if_idle(self, number: int) -> None:
         if number <= self._instance_rank:
-            logger.info("instance %d of %d gets no items: there are %d", self._instance_rank, self._num_instances, number)
+            logger.info("instance %d of %d gets none of %d items", self._instance_rank, self._num_instances, number)
 
     def _check_source(self, checkpoint: Checkpoint) -> None:
         if "source" not in checkpoint:  # as in checkpoints of Infinibatch 0.1.1
@@ -1117,7 +1236,7 @@ class InfinitePermutationSourceIterator(_ListSource[T]):
 
     Args:
         source_items: the list, the same for each instance. It is copied.
-        seed: int, float, str or bytes for `random.Random`. None draws one, which checkpoints carry on.
+        seed: int, float, str or bytes for `random.Random`, or `Keyed`. None draws one, which checkpoints carry on.
         shuffle: False yields the list itself, over and over, these very objects each time.
         num_instances: number of instances that share the stream.
         instance_rank: number of this one, from 0 to `num_instances` - 1.
@@ -1150,7 +1269,8 @@ class InfinitePermutationSourceIterator(_ListSource[T]):
         if not items:
             raise ValueError("source_items must have at least one item, got none")
         self._num_instances, self._instance_rank = _instance(num_instances, instance_rank)
-        self._seed = _seed(seed, "num_instances = {}".format(num_instances) if shuffle and num_instances > 1 else None)
+        several = "num_instances = {}".format(self._num_instances) if shuffle and self._num_instances > 1 else None
+        self._seed = _seed(seed, needed_by=several)
         self._drawn = seed is None
         self._shuffle = bool(shuffle)
         self._source_items = items if _all_immutable(items) else copy.deepcopy(items)
@@ -1167,8 +1287,8 @@ class InfinitePermutationSourceIterator(_ListSource[T]):
         return state, index
 
     def _restore(self, state: Any, index: int, epoch: int = 0) -> None:
-        if self._seed is None:  # in a subclass with a constructor of its own
-            self._seed, self._drawn = _seed(None), True
+        if self._seed is None or type(self._seed) is Keyed:  # in a subclass with a constructor of its own
+            self._seed, self._drawn = _seed(self._seed), self._seed is None
         self._random = _generator(self._seed, state)
         self._rewind(0)
         self._index = index  # in the current permutation, of the first item of the run
@@ -1202,7 +1322,7 @@ class InfinitePermutationSourceIterator(_ListSource[T]):
             self._index, self._epoch, self._start = index, self._epoch + 1, self._now()
         while self._epoch != self._num_epochs and self._index >= len(items):  # this instance gets nothing of these
             if self._shuffle:
-                _shuffled(items, self._random)
+                _shuffled(items if type(self._random) is random.Random else [], self._random)
             self._index, self._epoch, self._start = self._index - len(items), self._epoch + 1, self._now()
         if self._epoch == self._num_epochs:
             return False
@@ -1228,7 +1348,7 @@ class PermutationSourceIterator(InfinitePermutationSourceIterator[T]):
     Args:
         source_items: the list, the same for each instance. It is copied.
         num_epochs: number of permutations.
-        seed: int, float, str or bytes for `random.Random`. None draws one, which checkpoints carry on.
+        seed: int, float, str or bytes for `random.Random`, or `Keyed`. None draws one, which checkpoints carry on.
         shuffle: False yields the list itself, `num_epochs` times.
         num_instances: number of instances that share the stream.
         instance_rank: number of this one, from 0 to `num_instances` - 1.
@@ -1311,7 +1431,7 @@ class RandomIterator(_RunIterator[float]):
     Cost: a checkpoint holds the generator's state.
 
     Args:
-        seed: int, float, str or bytes for `random.Random`. None draws one, which checkpoints carry on.
+        seed: int, float, str or bytes for `random.Random`, or `Keyed`. None draws one, which checkpoints carry on.
 
     >>> numbers = RandomIterator(seed=1)
     >>> round(next(numbers), 3), round(next(numbers), 3)
@@ -1339,14 +1459,14 @@ class RandomIterator(_RunIterator[float]):
         return self._random.getstate()
 
     def _read(self) -> List[float]:
-        draw = self._random.random
-        return [draw() for _ in repeat(None, 256)]
+        generator = self._random
+        return [_unit(generator).random() for _ in repeat(None, 256)]
 
     def _save(self) -> Checkpoint:
         state, number = self._position()
-        generator = _generator(0, state)
+        generator = _generator(self._seed, state)
         for _ in repeat(None, number):
-            generator.random()
+            _unit(generator).random()
         return {"random_state": generator.getstate()}
 
 
@@ -1742,7 +1862,7 @@ class SamplingRandomMapIterator(RecurrentIterator[T]):
         source_iterator: where the items come from.
         transform: `transform(random, item)` with a `random.Random`. After it raised, good calls may be repeated, with
             the same arguments.
-        seed: int, float, str or bytes for `random.Random`. None draws one, which checkpoints carry on.
+        seed: int, float, str or bytes for `random.Random`, or `Keyed`. None draws one, which checkpoints carry on.
 
     Raises:
         ValueError: `source_iterator` is no `CheckpointableIterator`.
@@ -1765,8 +1885,10 @@ class SamplingRandomMapIterator(RecurrentIterator[T]):
     ) -> None:
         self._source_iterator, self._source = source_iterator, _adopt(source_iterator)
         self._inputs = (self._source,)
-        self._transform = _function("transform", transform)
-        self._seed = _seed(seed)
+        self._seed = _seed(seed, self._inputs)
+        self._transform: Callable[[Any, Any], T] = _function("transform", transform)
+        if isinstance(self._seed, _StageKey):
+            self._transform = _EachItem(transform)
         self.setstate(None)
 
     def _parse(self, checkpoint: Any) -> Tuple[Any, Any]:
@@ -1815,7 +1937,7 @@ class BlockwiseShuffleIterator(_RunIterator[T]):
     Args:
         source_iterator: where the items come from.
         block_size: number of items in a block; the last may be shorter.
-        seed: int, float, str or bytes for `random.Random`. None draws one, which checkpoints carry on.
+        seed: int, float, str or bytes for `random.Random`, or `Keyed`. None draws one, which checkpoints carry on.
 
     Raises:
         ValueError: `block_size` is below 1, or `source_iterator` is no `CheckpointableIterator`.
@@ -1831,7 +1953,7 @@ class BlockwiseShuffleIterator(_RunIterator[T]):
         self._source_iterator, self._source = source_iterator, _adopt(source_iterator)
         self._inputs = (self._source,)
         self._block_size = _integer("block_size", block_size)
-        self._seed = _seed(seed)
+        self._seed = _seed(seed, self._inputs)
         self.setstate(None)
 
     def _parse(self, checkpoint: Any) -> Tuple[Any, Any, int]:
@@ -1884,7 +2006,7 @@ class BufferedShuffleIterator(_Stage[T]):
     Args:
         source_iterator: where the items come from.
         buffer_size: number of slots.
-        seed: int, float, str or bytes for `random.Random`. None draws one, which checkpoints carry on.
+        seed: int, float, str or bytes for `random.Random`, or `Keyed`. None draws one, which checkpoints carry on.
 
     Raises:
         ValueError: `buffer_size` is below 1, or `source_iterator` is no `CheckpointableIterator`.
@@ -1901,7 +2023,7 @@ class BufferedShuffleIterator(_Stage[T]):
         self._source_iterator, self._source = source_iterator, _adopt(source_iterator)
         self._inputs = (self._source,)
         self._buffer_size = _integer("buffer_size", buffer_size)
-        self._seed = _seed(seed)
+        self._seed = _seed(seed, self._inputs)
         self.setstate(None)
 
     def _parse(self, checkpoint: Any) -> Tuple[Any, Any, Any]:
@@ -1931,9 +2053,9 @@ class BufferedShuffleIterator(_Stage[T]):
         self._ended = False
 
     def _save(self) -> Checkpoint:
-        generator = _generator(0, self._before)
+        generator = _generator(self._seed, self._before)
         for _ in repeat(None, self._drawn):
-            generator.randrange(self._buffer_size)
+            _unit(generator).randrange(self._buffer_size)
         checkpoint = {
             "source_state": self._source.getstate(),
             "buffer": _copied([None if item is _EMPTY else item for item in self._buffer]),
@@ -1945,9 +2067,10 @@ class BufferedShuffleIterator(_Stage[T]):
         return checkpoint
 
     def _draw(self) -> None:
-        size, bits, getrandbits = self._buffer_size, self._buffer_size.bit_length(), self._random.getrandbits
-        before, slots = self._random.getstate(), []
+        size, bits, generator = self._buffer_size, self._buffer_size.bit_length(), self._random
+        before, slots = generator.getstate(), []
         for _ in repeat(None, 256):
+            getrandbits = _unit(generator).getrandbits
             slot = getrandbits(bits)
             while slot >= size:  # as Random.randrange(size) does
                 slot = getrandbits(bits)
@@ -2214,7 +2337,7 @@ class BucketedReadaheadBatchIterator(_RunIterator[List[T]]):
             below 1 counts as 1.
         boundary_key: function from an item to anything but None; a batch ends where its value changes.
         shuffle: whether the batches of a window are shuffled.
-        seed: int, float, str or bytes for `random.Random`. None draws one, which checkpoints carry on.
+        seed: int, float, str or bytes for `random.Random`, or `Keyed`. None draws one, which checkpoints carry on.
 
     Raises:
         ValueError: `read_ahead` or `batch_size` is below 1, or `source_iterator` is no `CheckpointableIterator`.
@@ -2245,7 +2368,7 @@ class BucketedReadaheadBatchIterator(_RunIterator[List[T]]):
         self._batch_size = batch_size if callable(batch_size) else _integer("batch_size", batch_size)
         self._boundary_key = boundary_key if boundary_key is None else _function("boundary_key", boundary_key)
         self._shuffle = bool(shuffle)
-        self._seed = _seed(seed)
+        self._seed = _seed(seed, self._inputs)
         self.setstate(None)
 
     def _parse(self, checkpoint: Any) -> Tuple[Any, Any, int]:
@@ -2336,6 +2459,7 @@ class ZipIterator(_Stage[Tuple[Any, ...]]):
             raise ValueError("source_iterators must be at least 1, got 0")
         self._source_iterators = source_iterators
         self._inputs = tuple([_adopt(source, "source_iterators") for source in source_iterators])
+        _number_keys(self._inputs)
         self._let_go()
 
     def _let_go(self) -> None:
@@ -2438,6 +2562,7 @@ class MultiplexIterator(_Stage[T]):
         self._source_iterators = list(source_iterators)
         self._items_from = [_adopt(source, "source_iterators") for source in self._source_iterators]
         self._inputs = (self._control,) + tuple(self._items_from)
+        _number_keys(self._inputs)
         self.setstate(None)
 
     def _parse(self, checkpoint: Any) -> Tuple[Any, ...]:
@@ -2478,6 +2603,258 @@ class MultiplexIterator(_Stage[T]):
         self._control._back(1)
 
 
+class MixIterator(_ReplayIterator[T]):
+    """
+    Take each next item from a source that is drawn by weight, or from the sources in turn.
+
+    Cost: none of its own; the state is that of the sources, and of the generator.
+
+    Args:
+        source_iterators: where the items come from. Starting one over repeats its order: who wants another order each
+            time gives an endless source.
+        weights: one number for each source, its share of the items, in any unit; None takes the sources in turn. A
+            source of weight 0 is never drawn.
+        seed: int, float, str or bytes for `random.Random`, or `Keyed`. None draws one, which checkpoints carry on.
+        until: when to end. "first": the source drawn has no more. "drained": all are empty; one that is drops out, and
+            the others go on by their weights, so that every item comes once. "all": each has ended once; until then
+            one that ended starts over. A source without items drops out.
+
+    Raises:
+        ValueError: there is no source, a source is no `CheckpointableIterator`, the weights are not as many, negative,
+            not finite or all zero, or `until` is none of these.
+
+    >>> def sources():
+    ...     return [NativeCheckpointableIterator(items) for items in ("abc", "1234")]
+    >>> "".join(MixIterator(sources())), "".join(MixIterator(sources(), until="drained"))
+    ('a1b2c3', 'a1b2c34')
+    >>> "".join(MixIterator(sources(), weights=[1, 3], seed=1))
+    'a1234'
+    """
+
+    _shown = ("weights", "seed", "until")
+    _transient: Tuple[str, ...] = ("_random", "_turn", "_index", "_out", "_over")
+
+    def __init__(
+        self,
+        source_iterators: Sequence[CheckpointableIterator[T]],
+        weights: Optional[Sequence[float]] = None,
+        seed: Any = 0,
+        until: str = "first",
+    ) -> None:
+        self._source_iterators = list(source_iterators)
+        if not self._source_iterators:
+            raise ValueError("source_iterators must be at least 1, got 0")
+        self._inputs = tuple([_adopt(source, "source_iterators") for source in self._source_iterators])
+        _number_keys(self._inputs)
+        self._weights = None if weights is None else list(weights)
+        if self._weights is not None and not (
+            len(self._weights) == len(self._inputs)
+            and all(isfinite(weight) and weight >= 0 for weight in self._weights)
+            and any(self._weights)
+        ):
+            raise ValueError(
+                "weights must be {} finite numbers of at least 0, not all 0, got {!r}".format(
+                    len(self._inputs), self._weights
+                )
+            )
+        if until not in ("first", "drained", "all"):
+            raise ValueError("until must be 'first', 'drained' or 'all', got {!r}".format(until))
+        self._drawable = [i for i in range(len(self._inputs)) if self._weights is None or self._weights[i]]
+        self._until = until
+        self._seed = _seed(seed, self._inputs)
+        self.setstate(None)
+
+    def _parse(self, checkpoint: Any) -> Tuple[Any, ...]:
+        if checkpoint is None:
+            return (None, 0, None, [], []) + (None,) * len(self._inputs)
+        state, turn, index, out, over, states = _keys(
+            self, checkpoint, "random_state", "turn", "index", "dropped", "ended", "source_states"
+        )
+        sources = range(len(self._inputs))
+        if _count(self, "turn", turn) not in sources:
+            raise _unfit(self, "turn", "the index of a source", turn)
+        if index is not None and _count(self, "index", index) not in sources:
+            raise _unfit(self, "index", "the index of a source, or None", index)
+        for key, indices in (("dropped", out), ("ended", over)):
+            if not isinstance(indices, list) or not all(_count(self, key, i) in sources for i in indices):
+                raise _unfit(self, key, "a list of indices of sources", indices)
+        state = _random_state(self, "random_state", state)
+        return (state, turn, index, out, over) + _parse_each(self, "source_states", states, self._inputs)
+
+    def _move(self, state: Any, turn: int, index: Optional[int], out: List[int], over: List[int], *states: Any) -> None:
+        self._random = _generator(self._seed, state)
+        self._turn = turn  # where to look for the next source, if they come in turn
+        self._index = index  # the source that was drawn and has not given its item yet
+        self._out = set(out)  # the sources that are not drawn any more …
+        self._over = set(over)  # … and those that have ended once
+        for source, source_state in zip(self._inputs, states):
+            source.setstate(source_state)
+
+    def _save(self) -> Checkpoint:
+        return {
+            "random_state": None if self._weights is None else self._random.getstate(),
+            "turn": self._turn,
+            "index": self._index,
+            "dropped": sorted(self._out),
+            "ended": sorted(self._over),
+            "source_states": [source.getstate() for source in self._inputs],
+        }
+
+    def _draw(self) -> Optional[int]:
+        """Return the index of the next source; None if none is left."""
+        if self._weights is None:
+            for i in range(self._turn, self._turn + len(self._inputs)):
+                index = i % len(self._inputs)
+                if index not in self._out:
+                    self._turn = (index + 1) % len(self._inputs)
+                    return index
+            return None
+        left = [i for i in self._drawable if i not in self._out]
+        return _unit(self._random).choices(left, [self._weights[i] for i in left])[0] if left else None
+
+    def __next__(self) -> T:
+        if not self._left:
+            self._prepare()
+        item: List[T] = []
+        while not item:
+            if self._index is None:
+                self._index = self._draw()
+                if self._index is None:
+                    raise StopIteration
+            source = self._inputs[self._index]
+            source._fill(item, 1)
+            if item:
+                break
+            if self._until == "all":
+                self._over.add(self._index)
+                if not self._over.issuperset(self._drawable):
+                    source.setstate(None)
+                    source._fill(item, 1)
+            if not item:
+                if self._until == "first" or self._over.issuperset(self._drawable):
+                    raise StopIteration
+                self._out.add(self._index)
+                self._index = None
+        self._index = None
+        self._left -= 1
+        return item[0]
+
+    def _fill(self, out: List[T], n: int) -> None:
+        if not self._left:
+            self._prepare()
+        super()._fill(out, min(n, self._left))
+
+
+class PackIterator(_Stage[Any]):
+    """
+    Join sequences of tokens and cut them into packs of one size, a sequence running on into the next pack.
+
+    Cost: one pack and one sequence in memory; restoring reads the sequence in progress again.
+
+    Args:
+        source_iterator: yields sequences of tokens: lists, tuples, or arrays (`array.array`, NumPy, PyTorch), of which
+            the first dimension is cut.
+        size: number of tokens in a pack.
+        drop_last: whether to leave out the last pack if it is shorter.
+
+    Raises:
+        ValueError: `size` is below 1, or `source_iterator` is no `CheckpointableIterator`.
+
+    >>> documents = NativeCheckpointableIterator([[1, 2, 3], [4], [5, 6, 7, 8]])
+    >>> list(PackIterator(documents, size=3))
+    [[1, 2, 3], [4, 5, 6], [7, 8]]
+    """
+
+    _shown = ("size", "drop_last")
+    _positioned = False
+    _transient: Tuple[str, ...] = ("_start", "_starts", "_pieces", "_number", "_document", "_position", "_behind")
+
+    def __init__(self, source_iterator: CheckpointableIterator[Any], size: int, drop_last: bool = False) -> None:
+        self._source_iterator, self._source = source_iterator, _adopt(source_iterator)
+        self._inputs = (self._source,)
+        self._size = _integer("size", size)
+        self._drop_last = bool(drop_last)
+        self.setstate(None)
+
+    def _parse(self, checkpoint: Any) -> Tuple[Any, int]:
+        if checkpoint is None:
+            checkpoint = {"source_state": None, "num_tokens": 0}
+        source_state, number = _keys(self, checkpoint, "source_state", "num_tokens")
+        self._source._parse(source_state)
+        return source_state, _count(self, "num_tokens", number)
+
+    def _restore(self, source_state: Any, number: int) -> None:
+        self._source.setstate(source_state)
+        self._start: Tuple[Any, int] = (self._source.getstate(), number)  # where the next pack starts
+        self._starts: List[Tuple[Any, int]] = []  # where those of the last call started
+        self._pieces: List[Any] = []  # of the pack that is being gathered …
+        self._number = 0  # … and their number of tokens
+        self._document: Any = None  # the sequence in progress, None if it is still to be read …
+        self._behind: Any = self._start[0]  # … the source's state before it …
+        self._position = number  # … and how many of its tokens are taken
+
+    def _save(self) -> Checkpoint:
+        source_state, number = self._start
+        return {"source_state": _copied(source_state), "num_tokens": number}
+
+    def __next__(self) -> Any:
+        self._starts = []
+        return self._pack()
+
+    def _pack(self) -> Any:
+        while self._number < self._size:
+            if self._document is None:
+                self._behind = self._source.getstate()
+                documents: List[Any] = []
+                self._source._fill(documents, 1)
+                if not documents:
+                    break
+                self._document = documents[0]
+                if self._position > len(self._document):
+                    error = _beyond(self._source, self._position, len(self._document))
+                    self._restore(*self._start)
+                    raise error
+            piece = self._document[self._position : self._position + self._size - self._number]
+            if len(piece):
+                self._pieces.append(piece)
+                self._number += len(piece)
+                self._position += len(piece)
+            if self._position == len(self._document):
+                self._document, self._position = None, 0
+        if not self._number or self._number < self._size and self._drop_last:
+            raise StopIteration
+        pack = _joined(self._pieces)
+        self._starts.append(self._start)
+        self._start = (self._source.getstate(), 0) if self._document is None else (self._behind, self._position)
+        self._pieces, self._number = [], 0
+        return pack
+
+    def _fill(self, out: List[Any], n: int) -> None:
+        self._starts = []
+        for _ in range(n):
+            try:
+                out.append(self._pack())
+            except StopIteration:
+                return
+
+    def _back(self, n: int) -> None:
+        self._restore(*self._starts[-n])
+
+
+def _joined(pieces: List[Any]) -> Any:
+    first = pieces[0]
+    if isinstance(first, (list, tuple)):
+        return list(chain.from_iterable(pieces))
+    package = sys.modules.get(type(first).__module__.split(".")[0])
+    join = getattr(package, "concatenate", None) or getattr(package, "cat", None)  # of NumPy, of PyTorch
+    if join is not None:
+        return join(pieces)
+    joined = first[:]
+    for piece in pieces[1:]:
+        joined = joined + piece
+    return joined
+
+
 class ChainIterator(_Stage[T]):
     """
     Yield the items of one finite source after the other.
@@ -2502,6 +2879,7 @@ class ChainIterator(_Stage[T]):
             raise ValueError("source_iterators must be at least 1, got 0")
         self._source_iterators = source_iterators
         self._inputs = tuple([_adopt(source, "source_iterators") for source in source_iterators])
+        _number_keys(self._inputs)
         self.setstate(None)
 
     def _parse(self, checkpoint: Any) -> Tuple[int, Any]:
@@ -3277,3 +3655,222 @@ class ParallelSelectManyIterator(_SharedWorkIterator[T]):
             return items, mark
         self._sent.appendleft((self._last, 0, mark))
         return items, None
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Any number of ranks
+# ---------------------------------------------------------------------------------------------------------------------
+
+
+class _Shards(_Stage[Tuple[int, Any, Any, bool]]):
+    """
+    Serve several shards in turn, the one that has given least first.
+
+    Yields (shard, item, the shard's state behind the item if a mark lies there, whether the shard has ended instead).
+    A mark lies every `_EVERY` items of a shard. The state of a shard is that at its last mark.
+    """
+
+    _EVERY = 16
+    _positioned = False
+    _transient: Tuple[str, ...] = ("_states", "_pipelines", "_queue")
+
+    def __init__(self, make_shard: Callable[[int, int], Any], num_shards: int, shards: Sequence[int]) -> None:
+        self._make_shard, self._num_shards, self._shards = make_shard, num_shards, list(shards)
+        self.setstate(None)
+
+    def _parse(self, checkpoint: Any) -> Tuple[Any, ...]:
+        return ({} if checkpoint is None else checkpoint,)
+
+    def _restore(self, states: Checkpoint) -> None:
+        self.close()
+        self._states: Dict[int, Checkpoint] = {
+            shard: states.get(str(shard), {"num_served": 0, "ended": False, "state": None}) for shard in self._shards
+        }
+        self._states = {shard: dict(state) for shard, state in self._states.items()}
+        self._pipelines: Dict[int, _Stage[Any]] = {}  # those that were built: each when it is first asked
+        self._queue = [
+            (state["num_served"], shard) for shard, state in self._states.items() if not state["ended"]
+        ]  # a heap
+        heapify(self._queue)
+
+    def _save(self) -> Checkpoint:
+        return {str(shard): dict(state, state=_copied(state["state"])) for shard, state in self._states.items()}
+
+    def _pipeline(self, shard: int) -> _Stage[Any]:
+        if shard not in self._pipelines:
+            pipeline = _adopt(self._make_shard(self._num_shards, shard), "what make_shard returns")
+            for stage in _all_stages([pipeline]):
+                key = stage.__dict__.get("_seed")
+                if isinstance(key, _StageKey) and not isinstance(stage, _ListSource):
+                    key.scope = [(self._num_shards, shard)]
+            state = self._states[shard]
+            pipeline.setstate(state["state"])
+            _pass_over(pipeline, state["num_served"] % self._EVERY)
+            self._pipelines[shard] = pipeline
+        return self._pipelines[shard]
+
+    def __next__(self) -> Tuple[int, Any, Any, bool]:
+        if not self._queue:
+            raise StopIteration
+        _, shard = self._queue[0]
+        state = self._states[shard]
+        items: List[Any] = []
+        pipeline = self._pipeline(shard)
+        pipeline._fill(items, 1)
+        if not items:
+            heappop(self._queue)
+            state.update(ended=True, state=None)
+            self._pipelines.pop(shard).close()
+            return shard, None, None, True
+        number = state["num_served"] + 1
+        mark = None
+        if number % self._EVERY == 0:
+            try:
+                mark = state["state"] = pipeline.getstate()
+            except BaseException:
+                pipeline._back(1)
+                raise
+        state["num_served"] = number
+        heapreplace(self._queue, (number, shard))
+        return shard, items[0], mark, False
+
+    def close(self) -> None:
+        for pipeline in self.__dict__.pop("_pipelines", {}).values():
+            pipeline.close()
+        self._pipelines = {}
+
+
+class ShardedIterator(_ReplayIterator[T]):
+    """
+    Serve this rank's share of a fixed number of shards, so that a run can go on with any number of ranks and processes.
+
+    A run fixes `num_shards` for its whole life. Each shard is a pipeline of its own; rank r of N serves the shards v
+    with `v % N == r` in turn, the one that has given least first. Each shard's state moves with it: what all ranks
+    save together (`infinibatch.checkpoint.merge`) is the state of the run, whatever N was. Where N divides
+    `num_shards`, all ranks together serve the same items in each round, whatever N is. A shard that ends is not asked
+    again, the others go on.
+
+    Cost: the memory of `num_shards / num_instances` pipelines. Restoring reads again what each of these reads, and up
+    to 15 items; a pipeline is built when its first item is asked for.
+
+    Args:
+        make_shard: `make_shard(num_shards, shard)` returns the pipeline of a shard, for example
+            `chunked_dataset_iterator(..., num_instances=num_shards, instance_rank=shard)` with batching behind it. With
+            random stages of `Keyed` seeds it draws other numbers than the other shards, and its checkpoints are small.
+        num_shards: number of shards, a multiple of any number of ranks that one wants to use.
+        num_instances: number of ranks.
+        instance_rank: number of this one, from 0 to `num_instances` - 1.
+        num_processes: number of processes that run the shards; 0 runs them in this one. Order and state are the same.
+        start: how processes start, see `PrefetchIterator`.
+
+    Raises:
+        ValueError: a number is out of range; from `setstate()`, the checkpoint has another number of shards or lacks
+            some that this rank serves; from `next()`, a shard's state does not fit.
+        TypeError: `make_shard` is not callable.
+
+    >>> def make_shard(num_shards, shard):
+    ...     return ChunkedSourceIterator("abcdefgh", num_instances=num_shards, instance_rank=shard)
+    >>> list(ShardedIterator(make_shard, num_shards=4))
+    ['a', 'c', 'e', 'g', 'b', 'd', 'f', 'h']
+    >>> ranks = [ShardedIterator(make_shard, 4, num_instances=2, instance_rank=rank) for rank in (0, 1)]
+    >>> [next(rank) for rank in ranks]
+    ['a', 'c']
+    >>> from infinibatch.checkpoint import merge
+    >>> single = ShardedIterator(make_shard, 4)
+    >>> single.setstate(merge([rank.getstate() for rank in ranks]))
+    >>> list(single)
+    ['e', 'g', 'b', 'd', 'f', 'h']
+    """
+
+    _shown = ("make_shard", "num_shards", "num_instances", "instance_rank", "num_processes")
+    _transient: Tuple[str, ...] = ("_states", "_queue")
+
+    def __init__(
+        self,
+        make_shard: Callable[[int, int], CheckpointableIterator[T]],
+        num_shards: int,
+        num_instances: int = 1,
+        instance_rank: int = 0,
+        num_processes: int = 0,
+        *,
+        start: Optional[str] = None
+    ) -> None:
+        self._make_shard = _function("make_shard", make_shard)
+        self._num_shards = _integer("num_shards", num_shards)
+        self._num_instances, self._instance_rank = _instance(num_instances, instance_rank)
+        self._num_processes = _integer("num_processes", num_processes, 0)
+        self._start_method = _checked_start(start)
+        self._shards = list(range(self._instance_rank, self._num_shards, self._num_instances))
+        number = max(min(self._num_processes, len(self._shards)), 1)
+        groups = [_Shards(make_shard, self._num_shards, self._shards[i::number]) for i in range(number)]
+        self._inputs = tuple(groups)
+        if self._num_processes:
+            self._inputs = tuple([PrefetchIterator(group, 4 * len(group._shards) + 4, start=start) for group in groups])
+        self.setstate(None)
+
+    def _parse(self, checkpoint: Any) -> Tuple[Any, ...]:
+        if checkpoint is None:
+            return ({},)
+        number, states = _keys(self, checkpoint, "num_shards", "shards")
+        if number != self._num_shards:
+            raise _unfit(self, "num_shards", "{}, as in this pipeline".format(self._num_shards), number)
+        if not isinstance(states, dict):
+            raise _unfit(self, "shards", "a dict", states)
+        missing = [shard for shard in self._shards if str(shard) not in states]
+        if missing:
+            raise ValueError(
+                "the checkpoint of ShardedIterator lacks the shards {}: merge the states of all ranks".format(
+                    ", ".join(map(str, missing))
+                )
+            )
+        found = {}
+        for shard in self._shards:
+            served, ended, state = _keys(self, states[str(shard)], "num_served", "ended", "state")
+            _count(self, "num_served", served)
+            found[str(shard)] = {"num_served": served, "ended": bool(ended), "state": state}
+        return (found,)
+
+    def _move(self, states: Checkpoint) -> None:
+        number = len(self._inputs)
+        for i, group in enumerate(self._inputs):
+            own = {str(shard): states[str(shard)] for shard in self._shards[i::number] if str(shard) in states}
+            group.setstate({"source_state": own, "item_offset": 0} if self._num_processes else own)
+        new = {"num_served": 0, "ended": False, "state": None}
+        self._states = {shard: dict(states.get(str(shard), new)) for shard in self._shards}
+        # A heap of the shards that have not ended: number of items served, shard, index of its group.
+        self._queue = [
+            (self._states[shard]["num_served"], shard, i % number)
+            for i, shard in enumerate(self._shards)
+            if not self._states[shard]["ended"]
+        ]
+        heapify(self._queue)
+
+    def _save(self) -> Checkpoint:
+        shards = {str(shard): dict(state, state=_copied(state["state"])) for shard, state in self._states.items()}
+        return {"num_shards": self._num_shards, "shards": shards}
+
+    def __next__(self) -> T:
+        if not self._left:
+            self._prepare()
+        while self._queue:
+            number, shard, group = self._queue[0]
+            item: T
+            served, item, mark, ended = next(self._inputs[group])
+            assert served == shard, "each group serves its shards in the order of the whole"
+            state = self._states[shard]
+            if ended:
+                heappop(self._queue)
+                state.update(ended=True, state=None)
+                continue
+            heapreplace(self._queue, (number + 1, shard, group))
+            state["num_served"] = number + 1
+            if mark is not None:
+                state["state"] = mark
+            self._left -= 1
+            return item
+        raise StopIteration
+
+    def _fill(self, out: List[T], n: int) -> None:
+        if not self._left:
+            self._prepare()
+        super()._fill(out, min(n, self._left))
