@@ -120,7 +120,7 @@ class _Channel:
         # Outgoing: [pieces of messages not yet in the ring], and the ring.
         self._base = base
         self._limit = limit
-        self._pickler = _Pickler()
+        self.pickler = _Pickler()
         self._queue: Deque[Any] = deque()  # bytes-like
         self._queued = 0
         self._head = 0
@@ -146,7 +146,10 @@ class _Channel:
 
     def put(self, kind: int, message: Any) -> None:
         """Send a message; blocks while more bytes than the limit are queued."""
-        pieces, views, size = self._pickler.dump(message)
+        self.put_pickled(kind, *self.pickler.dump(message))
+
+    def put_pickled(self, kind: int, pieces: List[Any], views: List[memoryview], size: int) -> None:
+        """Send a message that is pickled already."""
         header = _HEADER.pack(kind, len(views), size)
         if views:
             sizes = [len(view) for view in views]
@@ -450,11 +453,6 @@ class Link(_Channel):
                 raise BlockingIOError("no message is there")
         return self.get()[1]
 
-    def put(self, kind: int, content: Any) -> None:
-        super().put(kind, content)
-        if self.deaf or self.lost:
-            raise Closed
-
     def silence(self) -> None:
         raise Closed
 
@@ -603,7 +601,7 @@ class Worker:
     def receive(self, feeding: "Iterable[Worker]" = ()) -> Any:
         """Return the worker's next message; blocks until it is there.
 
-        Any exception but a worker that is closed already closes the worker.
+        An exception closes the worker; an interrupt, or the death of the worker, also those of `feeding`.
 
         Args:
             feeding: other workers whose queued messages are to be moved meanwhile
@@ -698,8 +696,6 @@ class _Process(_Channel):
                 self.pid = os.fork()
             if not self.pid:
                 try:
-                    _forget_all()
-                    _repair_after_fork()
                     ignored = [number for number in _signals() if callable(signal.getsignal(number))]
                     _run(target, descriptors, memory, spool, self.owner, ignored, mask)
                 finally:
@@ -730,21 +726,35 @@ class _Process(_Channel):
         self.put(_MESSAGE, (_main_module(), pickled))
 
     def send(self, message: Any) -> None:
-        self.put(_MESSAGE, message)
+        pickled = self.pickler.dump(message)
+        try:
+            self.put_pickled(_MESSAGE, *pickled)
+        except BaseException as error:
+            self._broken(error)
+            raise
 
     def receive(self, feeding: "Sequence[Union[_Process, _Thread]]") -> Tuple[int, Any]:
+        others = [other for other in feeding if isinstance(other, _Process)]
         try:
             self.pump()
-            return self.get([other for other in feeding if isinstance(other, _Process)])
+            return self.get(others)
         except BaseException as error:
-            if self.closed and isinstance(error, (Closed, OSError)):
-                raise RuntimeError("worker {} was closed by another thread".format(self.pid)) from error
-            self.close()  # the channel may be in the middle of a message
+            self._broken(error, others)
             raise
 
     def ready(self) -> bool:
-        self.pump()
-        return self.readable() or self.lost
+        try:
+            self.pump()
+            return self.readable() or self.lost
+        except BaseException as error:
+            self._broken(error)
+            raise
+
+    def _broken(self, error: BaseException, others: "Sequence[_Process]" = ()) -> None:
+        """Close what an exception, an interrupt above all, may have left in the middle of a message."""
+        if self.closed and isinstance(error, (Closed, OSError)):
+            raise RuntimeError("worker {} was closed by another thread".format(self.pid)) from error
+        _close_handles([self, *others])
 
     def silence(self) -> None:
         # A process that has closed its end has a moment to be gone as well.
@@ -952,6 +962,8 @@ def _prepare_process() -> None:
         return
     import atexit
 
+    if hasattr(os, "fork"):
+        import fcntl  # noqa: F401  # here, because each worker would have to load it
     atexit.register(_close_all)
     if hasattr(os, "register_at_fork"):
         os.register_at_fork(after_in_child=_forget_all)
@@ -1001,6 +1013,9 @@ def _run(
 
     status = 1
     try:
+        if descriptors[0] < 0:  # a fork
+            _forget_all()
+            _repair_after_fork()
         _leave_signals_to_consumer(ignored)
         _die_with_consumer(descriptors[2], consumer)
         signal.pthread_sigmask(signal.SIG_SETMASK, mask)

@@ -549,8 +549,8 @@ class CheckpointableIterator(Iterator[T]):
     {'source_state': {'left': 3}}
     """
 
-    # Beside `__next__` an iterator moves many items at once. These three are internal: the library's stages have their
-    # own, everybody else gets the answers given here.
+    # Beside `__next__` an iterator moves many items at once. These are internal: the library's stages have their own,
+    # and everybody else's class is asked for one item after the other.
 
     def _fill(self, out: List[T], n: int) -> None:
         """
@@ -576,7 +576,7 @@ class CheckpointableIterator(Iterator[T]):
 
     def _back(self, n: int) -> None:
         """Take back the last n, at least one, of the items that the last call of `__next__` or `_fill` gave."""
-        raise NotImplementedError("{} is adopted before it is asked".format(type(self).__name__))
+        raise NotImplementedError("{} cannot take items back".format(type(self).__name__))
 
     def _parse(self, checkpoint: Any) -> Tuple[Any, ...]:
         """Return what the checkpoint says, everything checked that the library's stages below wrote into it."""
@@ -588,24 +588,17 @@ class CheckpointableIterator(Iterator[T]):
 
     _shown: Tuple[str, ...] = ()  # the parameters in repr()
 
+    _own_state = True  # whether a class outside this module defines what the state means …
+    _foreign = True  # … or what the items are: then the bulk operations of its parents do not stand for it
+
     def __init_subclass__(cls, **kwargs: Any) -> None:
-        """Give up what a parent does in bulk where a subclass overrides what that stands for."""
         super().__init_subclass__(**kwargs)
 
-        def depth(name: str) -> int:
-            return next(i for i, parent in enumerate(cls.__mro__) if name in parent.__dict__)
+        def is_own(name: str) -> bool:
+            return next(parent for parent in cls.__mro__ if name in parent.__dict__).__module__ != __name__
 
-        def overridden(*names: str) -> int:
-            depths = [i for i in map(depth, names) if cls.__mro__[i].__module__ != __name__]
-            return min(depths, default=len(cls.__mro__))
-
-        for override, names in (
-            (overridden("__next__", "getstate", "setstate"), ("_fill", "_skip", "_back")),
-            (overridden("getstate", "setstate"), ("_parse",)),
-        ):
-            for name in names:
-                if depth(name) > override:
-                    setattr(cls, name, CheckpointableIterator.__dict__[name])
+        cls._own_state = is_own("getstate") or is_own("setstate")
+        cls._foreign = cls._own_state or is_own("__next__")
 
     @abstractmethod
     def getstate(self) -> Checkpoint:
@@ -689,8 +682,32 @@ class _Stage(CheckpointableIterator[T]):
     def _restore(self, *fields: Any) -> None:
         raise NotImplementedError
 
-    def getstate(self) -> Checkpoint:
+    def _step(self) -> T:
+        """In stages that make one item after the other, what `__next__` does: a subclass may do more there."""
+        raise NotImplementedError
+
+    def _fill(self, out: List[T], n: int) -> None:
+        for _ in range(n):
+            try:
+                out.append(self._step())
+            except StopIteration:
+                return
+
+    def _skip(self, n: int) -> int:
+        skipped = 0
+        while skipped < n:
+            passed: List[T] = []
+            self._fill(passed, min(n - skipped, 1000))
+            if not passed:
+                break
+            skipped += len(passed)
+        return skipped
+
+    def _state(self) -> Checkpoint:
         return self._save()
+
+    def getstate(self) -> Checkpoint:
+        return self._state()
 
     def setstate(self, checkpoint: Optional[Checkpoint]) -> None:
         fields = self._parse(checkpoint)
@@ -699,7 +716,7 @@ class _Stage(CheckpointableIterator[T]):
             self._positioned = True
             return
         try:
-            before = self.getstate()
+            before = self._state()
         except Exception:  # a source that fails for good, which setstate() may mend
             before = None
         try:
@@ -733,7 +750,7 @@ def _adopt(source: Any, name: str = "source_iterator") -> "_Stage[Any]":
     """Return a source as a stage: itself, or a user's own class in its adapter."""
     if not isinstance(source, CheckpointableIterator):
         raise ValueError("{} must be a CheckpointableIterator, got {!r:.80}".format(name, source))
-    if type(source)._back is CheckpointableIterator._back:
+    if source._foreign:
         return _Foreign(source)
     return cast("_Stage[Any]", source)
 
@@ -978,7 +995,7 @@ class _ReplayIterator(_Stage[T]):
             self._mark()
             self._left = self._interval
 
-    def getstate(self) -> Checkpoint:
+    def _state(self) -> Checkpoint:
         self._recover()
         return self._save()
 
@@ -1000,7 +1017,8 @@ class _Foreign(_ReplayIterator[T]):
         return cast(Checkpoint, _copied(self._iterator.getstate()))
 
     def _parse(self, checkpoint: Any) -> Tuple[Any, ...]:
-        self._iterator._parse(checkpoint)
+        if not self._iterator._own_state:
+            self._iterator._parse(checkpoint)
         return (checkpoint,)
 
     def _move(self, checkpoint: Any) -> None:
@@ -1033,14 +1051,6 @@ class _Foreign(_ReplayIterator[T]):
                 self._ended = True
                 return
             self._left -= 1
-
-    def _skip(self, n: int) -> int:
-        skipped = 0
-        while skipped < n and not self._ended:
-            passed: List[T] = []
-            self._fill(passed, n - skipped)
-            skipped += len(passed)
-        return skipped
 
     def _sources(self) -> Sequence[CheckpointableIterator[Any]]:
         return [self._iterator]
@@ -1772,7 +1782,7 @@ class RecurrentIterator(_ReplayIterator[T]):
     def _save(self) -> Checkpoint:
         return {"recurrent_state": _copied(self._recurrent_state), "source_state": self._source.getstate()}
 
-    def getstate(self) -> Checkpoint:
+    def _state(self) -> Checkpoint:
         self._recover()
         left = self._rest.__length_hint__()
         if left:
@@ -1816,16 +1826,16 @@ class RecurrentIterator(_ReplayIterator[T]):
 
     def __next__(self) -> T:
         output: T
-        for item in self._rest:
-            try:
-                self._recurrent_state, output = self._step_function(self._recurrent_state, item)
-            except BaseException as error:
-                self._fail(self._taken() - 1)
-                _reraise(error, "step_function")
-            return output
-        if self._ahead():
-            return self.__next__()
-        raise StopIteration
+        while True:
+            for item in self._rest:
+                try:
+                    self._recurrent_state, output = self._step_function(self._recurrent_state, item)
+                except BaseException as error:
+                    self._fail(self._taken() - 1)
+                    _reraise(error, "step_function")
+                return output
+            if not self._ahead():
+                raise StopIteration
 
     def _steps(self, items: Iterator[Any], append: Callable[[T], None]) -> None:
         step = self._step_function
@@ -1840,16 +1850,6 @@ class RecurrentIterator(_ReplayIterator[T]):
             except BaseException as error:
                 self._fail(self._taken() - 1)
                 _reraise(error, self._shown[0])
-
-    def _skip(self, n: int) -> int:
-        skipped = 0
-        while skipped < n:
-            passed: List[T] = []
-            self._fill(passed, n - skipped)
-            if not passed:
-                break
-            skipped += len(passed)
-        return skipped
 
 
 class SamplingRandomMapIterator(RecurrentIterator[T]):
@@ -1906,16 +1906,16 @@ class SamplingRandomMapIterator(RecurrentIterator[T]):
 
     def __next__(self) -> T:
         output: T
-        for item in self._rest:
-            try:
-                output = self._transform(self._random, item)
-            except BaseException as error:
-                self._fail(self._taken() - 1)
-                _reraise(error, "transform")
-            return output
-        if self._ahead():
-            return self.__next__()
-        raise StopIteration
+        while True:
+            for item in self._rest:
+                try:
+                    output = self._transform(self._random, item)
+                except BaseException as error:
+                    self._fail(self._taken() - 1)
+                    _reraise(error, "transform")
+                return output
+            if not self._ahead():
+                raise StopIteration
 
     def _steps(self, items: Iterator[Any], append: Callable[[T], None]) -> None:
         transform, generator = self._transform, self._random
@@ -2139,16 +2139,6 @@ class BufferedShuffleIterator(_Stage[T]):
         if taken:
             self._drawn -= taken
             self._source._back(taken)
-
-    def _skip(self, n: int) -> int:
-        skipped = 0
-        while skipped < n:
-            passed: List[T] = []
-            self._fill(passed, n - skipped)
-            if not passed:
-                break
-            skipped += len(passed)
-        return skipped
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -2586,7 +2576,7 @@ class MultiplexIterator(_Stage[T]):
             "source_iterator_states": [source.getstate() for source in self._items_from],
         }
 
-    def __next__(self) -> T:
+    def _step(self) -> T:
         if not self._index:
             self._index.append(next(self._control))
         source = self._items_from[self._index[0]]
@@ -2594,6 +2584,8 @@ class MultiplexIterator(_Stage[T]):
         self._last = source
         self._index = []
         return item
+
+    __next__ = _step
 
     def _fill(self, out: List[T], n: int) -> None:
         super()._fill(out, 1)  # one, which can be taken back: each source can take back its last call alone
@@ -2712,7 +2704,7 @@ class MixIterator(_ReplayIterator[T]):
         left = [i for i in self._drawable if i not in self._out]
         return _unit(self._random).choices(left, [self._weights[i] for i in left])[0] if left else None
 
-    def __next__(self) -> T:
+    def _step(self) -> T:
         if not self._left:
             self._prepare()
         item: List[T] = []
@@ -2738,6 +2730,8 @@ class MixIterator(_ReplayIterator[T]):
         self._index = None
         self._left -= 1
         return item[0]
+
+    __next__ = _step
 
     def _fill(self, out: List[T], n: int) -> None:
         if not self._left:
@@ -3709,7 +3703,7 @@ class _Shards(_Stage[Tuple[int, Any, Any, bool]]):
             self._pipelines[shard] = pipeline
         return self._pipelines[shard]
 
-    def __next__(self) -> Tuple[int, Any, Any, bool]:
+    def _step(self) -> Tuple[int, Any, Any, bool]:
         if not self._queue:
             raise StopIteration
         _, shard = self._queue[0]
@@ -3733,6 +3727,8 @@ class _Shards(_Stage[Tuple[int, Any, Any, bool]]):
         state["num_served"] = number
         heapreplace(self._queue, (number, shard))
         return shard, items[0], mark, False
+
+    __next__ = _step
 
     def close(self) -> None:
         for pipeline in self.__dict__.pop("_pipelines", {}).values():
@@ -3849,7 +3845,7 @@ class ShardedIterator(_ReplayIterator[T]):
         shards = {str(shard): dict(state, state=_copied(state["state"])) for shard, state in self._states.items()}
         return {"num_shards": self._num_shards, "shards": shards}
 
-    def __next__(self) -> T:
+    def _step(self) -> T:
         if not self._left:
             self._prepare()
         while self._queue:
@@ -3869,6 +3865,8 @@ class ShardedIterator(_ReplayIterator[T]):
             self._left -= 1
             return item
         raise StopIteration
+
+    __next__ = _step
 
     def _fill(self, out: List[T], n: int) -> None:
         if not self._left:

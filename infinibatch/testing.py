@@ -12,6 +12,7 @@ import random
 import reprlib
 import traceback
 from contextlib import contextmanager, suppress
+from functools import partial
 from typing import Any, Callable, Dict, Generic, Iterator, List, Optional, Sequence, Tuple, Type, TypeVar
 
 from infinibatch.iterators import CheckpointableIterator
@@ -124,6 +125,14 @@ def check_iterator(
         raise AssertionError(str(failure)) from failure.__cause__
 
 
+def _bulk(iterator: "CheckpointableIterator[Any]", name: str) -> Any:
+    """Return a bulk operation as a stage above finds it: none of a library class whose `__next__` is overridden."""
+    method = getattr(type(iterator), name)
+    if iterator._foreign and method.__module__ == CheckpointableIterator.__module__:
+        method = getattr(CheckpointableIterator, name)
+    return partial(method, iterator)
+
+
 class _Failed(AssertionError):
     """A finished message; what raised it is the cause."""
 
@@ -221,7 +230,7 @@ class _Subject(Generic[T]):
         ended = False
         self.given = 0
         try:
-            self.iterator._fill(out, allowed)
+            _bulk(self.iterator, "_fill")(out, allowed)
             ended = len(out) == 1
         finally:
             if out[:1] != [mark] or len(out) > 1 + allowed:
@@ -235,8 +244,9 @@ class _Subject(Generic[T]):
         """Take back at most so many of the items that the last call gave, where the iterator can."""
         num_items = min(num_items, self.given)
         self.given = 0
-        if num_items and type(self.iterator)._back is not CheckpointableIterator._back:
-            self.iterator._back(num_items)
+        back = _bulk(self.iterator, "_back")
+        if num_items and back.func is not CheckpointableIterator._back:
+            back(num_items)
             self.position -= num_items
 
     def skip(self, num_items: int) -> None:
@@ -244,7 +254,7 @@ class _Subject(Generic[T]):
         self.given = 0
         allowed = self._allowed(num_items)
         wanted = min(allowed, self.left())
-        skipped = self.iterator._skip(allowed)
+        skipped = _bulk(self.iterator, "_skip")(allowed)
         if skipped != wanted:
             raise _Difference(
                 "_skip({}) at item {} returned {}, expected {}".format(allowed, self.position, skipped, wanted)

@@ -17,6 +17,7 @@ from infinibatch import iterators as its
 NUM_PIPELINES = int(os.environ.get("INFINIBATCH_TEST_PIPELINES", "150"))
 FIRST_SEED = int(os.environ.get("INFINIBATCH_TEST_SEED", "0"))
 MAX_ITEMS = 60
+UNTIL = ["first", "drained", "all"]
 
 
 class Countdown(its.CheckpointableIterator):
@@ -131,7 +132,7 @@ def build(seed, chance=None):
         if depth == 0:
             return source()
         below = stage(depth - 1)
-        seed = pick([0, 1, -7, 2 ** 70, "text", b"bytes", 0.5])
+        seed = pick([0, 1, -7, 2 ** 70, "text", b"bytes", 0.5, its.Keyed(1), its.Keyed("a")])
         return pick(
             [
                 lambda: its.MapIterator(below, call(lambda item: (weigh(item), item))),
@@ -161,6 +162,7 @@ def build(seed, chance=None):
                 lambda: its.TakeIterator(below, size(40)),
                 lambda: its.EnumerateIterator(below, size()),
                 lambda: its.ChainIterator(its.TakeIterator(below, size()), stage(depth - 1)),
+                lambda: its.MixIterator([below, stage(depth - 1)], pick([None, [1, 2], [0, 1]]), seed, pick(UNTIL)),
                 lambda: its.PrefetchIterator(below, size(), start=start()),
                 lambda: its.ParallelMapIterator(below, call(text), size(3), size(5), start=start()),
                 lambda: its.ParallelSelectManyIterator(below, call(select), size(3), start=start()),
@@ -188,6 +190,9 @@ class TestRandomPipelines(unittest.TestCase):
             with build(seed) as pipeline, self.subTest(seed=seed, pipeline=repr(pipeline)):
                 check(seed, pipeline)
 
+    def bulk(self, pipeline):
+        return its.CheckpointableIterator if isinstance(pipeline, Reversed) else type(pipeline)
+
     def test_a_walk_of_all_operations_gives_the_items_of_plain_iteration(self):
         def check(seed, pipeline):
             expected = take(build(seed), MAX_ITEMS)
@@ -205,11 +210,11 @@ class TestRandomPipelines(unittest.TestCase):
                         pipeline.setstate(through_json(state))
                 elif operation == 3:
                     items = []
-                    pipeline._fill(items, rng.randint(1, 10))
+                    self.bulk(pipeline)._fill(pipeline, items, rng.randint(1, 10))
                     self.assertEqual(list(map(text, items))[: MAX_ITEMS - position], expected[position : position + len(items)])
                     position += len(items)
                 elif operation == 4:
-                    position += pipeline._skip(rng.randint(1, 10))
+                    position += self.bulk(pipeline)._skip(pipeline, rng.randint(1, 10))
                 elif operation == 5:
                     state = pipeline.getstate()
                     saved.append((position, rng.choice([lambda s: s, through_json, through_pickle])(state)))

@@ -76,6 +76,20 @@ class SharesTheStateItGives(Sums):
         return {"index": self.index, "recent": self.recent}
 
 
+class SharesWhatIsDeepInAState(Sums):
+    around = list
+
+    def getstate(self):
+        return {"index": self.index, "inner": self.around([{"recent": self.recent}])}
+
+    def setstate(self, checkpoint):
+        super().setstate(checkpoint and {"index": checkpoint["index"], "recent": checkpoint["inner"][0]["recent"]})
+
+
+class SharesWhatIsInATuple(SharesWhatIsDeepInAState):
+    around = tuple
+
+
 class ChangesTheStateItGave(SharesTheStateItGives):
     def __next__(self):
         recent = self.recent
@@ -419,6 +433,25 @@ class MovesOnByKeyboardInterrupt(Sums):
             raise
 
 
+class CallsBackInSetstate(Sums):
+    """Correct."""
+
+    def setstate(self, checkpoint):
+        if checkpoint is not None:
+            self.call_back()
+        super().setstate(checkpoint)
+
+
+class IgnoresSetstateAfterOneThatFailed(CallsBackInSetstate):
+    failed = False
+
+    def setstate(self, checkpoint):
+        if not self.failed:
+            self.failed = True
+            super().setstate(checkpoint)
+        self.failed = False
+
+
 class FailsWhenAnErrorMeetsARestore(Sums):
     caught_up = True
 
@@ -464,6 +497,39 @@ class GivesAnEmptyRun(Sums):
             super()._fill(out, n)
 
 
+class GivesARunAfterItsEnd(Sums):
+    def _fill(self, out, n):
+        if self.index == len(self.numbers):
+            out.append(44)
+        super()._fill(out, n)
+
+
+class LosesAnItemInARunAfterASkip(Sums):
+    skipped = False
+
+    def _skip(self, n):
+        skipped = super()._skip(n)
+        self.skipped = True
+        return skipped
+
+    def _fill(self, out, n):
+        if self.skipped:
+            next(self, None)
+        super()._fill(out, n)
+
+    def __next__(self):
+        self.skipped = False
+        return super().__next__()
+
+
+class ChangesItsPositionAtItsEndInARun(Sums):
+    def _fill(self, out, n):
+        length = len(out)
+        super()._fill(out, n)
+        if len(out) - length < n and len(out) > length:
+            self.index -= 1
+
+
 class SkipsOneTooFew(Sums):
     def _skip(self, n):
         return super()._skip(n - 1) + 1 if n > 1 else super()._skip(n)
@@ -494,6 +560,14 @@ class ForgetsItsPositionInACopy(Sums):
         return type(self), ()
 
 
+class IsMovedByACopy(Sums):
+    def __deepcopy__(self, memo):
+        copied = type(self)()
+        copied.setstate(self.getstate())
+        next(self, None)
+        return copied
+
+
 class CannotBeCopied(Sums):
     def __reduce__(self):
         raise TypeError("no copies of this one")
@@ -513,6 +587,8 @@ MISTAKES = [
     (ForgetsPartOfTheState, {}, r"into a fresh instance at position 1: differs at item 1\n"),
     (IsWrongAtOnePosition, {}, r"into a fresh instance at position 7: differs at item 7\n.*: +31, 36, 39.*\n.*: +30,"),
     (SharesTheStateItGives, {}, r"the caller altered a state that was taken at position 1: differs at item 1"),
+    (SharesWhatIsDeepInAState, {}, r"the caller altered a state that was taken at position 1: differs at item 1"),
+    (SharesWhatIsInATuple, {}, r"the caller altered a state that was taken at position 1: differs at item 1"),
     (ChangesTheStateItGave, {}, r"getstate\(\) at position 0: the state changed while the iterator was read on"),
     (KeepsTheStateItTakes, {}, r"the caller altered a state that had been restored at position 1: differs at item 1"),
     (ChangesTheStateItTook, {}, r"getstate\(\) at position 0: setstate\(\), or reading .* changed the state it was"),
@@ -543,6 +619,7 @@ MISTAKES = [
     (SavesAFailedItemAsDone, {"errors": [ValueError]}, r"getstate\(\) restored into a fresh instance at position 0: d"),
     (KeepsAFailedItemAfterSetstate, {"errors": [ValueError]}, r"then setstate\(\) at position \d+: differs at item \d"),
     (MovesOnByKeyboardInterrupt, {"errors": [ValueError, KeyboardInterrupt]}, r"KeyboardInterrupt raised by call 1 .*"),
+    (IgnoresSetstateAfterOneThatFailed, {"errors": [ValueError]}, r"restored, ValueError .* position 1: differs at"),
     (FailsWhenAnErrorMeetsARestore, {"errors": [ValueError]}, r"restored, ValueError raised by call 1 .* position 1:"),
     (
         DropsAnItemInRuns,
@@ -556,11 +633,23 @@ MISTAKES = [
         {},
         r"read in runs of up to 1 at position 0: differs at item 5\n.*: 9, 14, 23, .*\n.*: +9, 14, <end>",
     ),
+    (
+        GivesARunAfterItsEnd,
+        {},
+        r"read in runs of up to 1 at position 0: differs at item 11\n.*, <end>\n.*: +39, 44, 44,",
+    ),
+    (ChangesItsPositionAtItsEndInARun, {}, r"read in runs of up to 2 at position 0: differs at item 11\n"),
+    (
+        LosesAnItemInARunAfterASkip,
+        {},
+        r"random walk with seed 0, .*_skip\(\d\).*_fill\(\d\), at position \d+: differs at",
+    ),
     (SkipsOneTooFew, {}, r"skipped to at position 2: differs at item 2"),
     (MiscountsWhatItSkipped, {}, r"skipped to at position 0: _skip\(1\) at item 11 returned 1, expected 0"),
     (SkipsWithoutTheState, {}, r"skipped to at position 1: differs at item 1"),
     (TakesBackOneTooFew, {}, r"items taken back from runs of up to 3 at position 0: differs at item 1\n"),
     (ForgetsItsPositionInACopy, {"pickles": True}, r"the instance copied by pickle at position 1: differs at item 1"),
+    (IsMovedByACopy, {"pickles": True}, r"read on after it was copied at position 0: differs at item 0\n"),
     (CannotBeCopied, {"pickles": True}, r"copied by pickle at position 0: raised TypeError: no copies of this one"),
     (CannotBeClosedTwice, {}, r", closed twice, at position 0: raised OSError: already closed"),
 ]
@@ -633,7 +722,8 @@ class TestCheckIterator(unittest.TestCase):
     def test_correct_iterator_passes(self):
         check_iterator(Sums)
         check_iterator(Sums, SUMS)
-        check_iterator(Sums, SUMS, pickles=True, errors=(ValueError, StopIteration, KeyboardInterrupt), seed=1)
+        for iterator_class in (Sums, CallsBackInSetstate):
+            check_iterator(iterator_class, SUMS, pickles=True, errors=(ValueError, StopIteration, KeyboardInterrupt))
 
     def test_correct_iterator_passes_for_any_part(self):
         for length in range(4):

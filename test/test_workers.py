@@ -214,6 +214,15 @@ class MessagesTest(WorkerCase):
         worker = self.worker(partial(count, n=20000), "fork")
         self.assertEqual(self.received(worker), list(range(20000)))
 
+    def test_all_arrive_though_the_worker_does_nothing_after_sending_them(self):
+        def target(link):
+            for i in range(3000):
+                link.send(i)
+            threading.Event().wait()
+
+        worker = self.worker(target, "fork")
+        self.assertEqual([worker.receive() for _ in range(3000)], list(range(3000)))
+
     def test_random_sizes_in_both_directions(self):
         import random
 
@@ -1449,6 +1458,18 @@ class SurroundingsTest(WorkerCase):
             os.fork = original
         self.assertEqual(os.listdir("/proc/self/fd"), descriptors)
         self.assertEqual(self.received(self.worker(count, "fork")), [0, 1, 2, 3, 4])
+
+    def test_a_wait_ends_when_another_thread_closes_the_worker(self):
+        for start in STARTS:
+            with self.subTest(start=start):
+                worker = self.worker(echo, start)
+                worker.send("begun")
+                worker.receive()
+                timer = threading.Timer(0.1, worker.close)
+                timer.start()
+                with self.assertRaisesRegex(RuntimeError, "was closed by another thread"):
+                    worker.receive()
+                timer.join()
 
     def test_an_interrupt_of_a_wait_closes_the_worker(self):
         def interrupt(*_):
