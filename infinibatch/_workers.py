@@ -128,9 +128,8 @@ class _Channel:
         self._sent_taken = 0
         self._looked = 0
         self._records = bytearray()
-        # Incoming: the bytes from _at to _until, then those of _extents, are there to be read.
-        self._at = self._until = 0
-        self._extents: Deque[List[int]] = deque()
+        # Incoming: the bytes from _at to _until are there to be read, then _wrapped ones at the start of the ring.
+        self._at = self._until = self._wrapped = 0
         self._split = b""
         self._taken = 0
         self._acknowledged = 0
@@ -256,9 +255,7 @@ class _Channel:
         done = 0
         while done < len(target):
             while self._at == self._until:
-                if self._extents:
-                    self._at, self._until = self._extents.popleft()
-                elif not self.pull():
+                if not self.pull():
                     self.wait(feeding)
             size = min(self._until - self._at, len(target) - done)
             target[done : done + size] = self._memory()[self._at : self._at + size]
@@ -284,29 +281,27 @@ class _Channel:
                 self._sent_taken = number
             elif what == _WAITED:
                 self.peer_waited = number / 1e9
-            elif self._extents:
-                if self._extents[-1][1] == what:
-                    self._extents[-1][1] += number
-                else:
-                    self._extents.append([what, what + number])
             elif self._until == what:
                 self._until += number
+            elif self._at == self._until:
+                self._at, self._until = what, what + number
             else:
-                self._extents.append([what, what + number])
+                self._wrapped += number
         return True
 
     def readable(self) -> bool:
         """Return whether a message, or a part of it, is there."""
-        while self._at == self._until and not self._extents and self.pull():
+        while self._at == self._until and self.pull():
             pass
-        return self._at < self._until or bool(self._extents)
+        return self._at < self._until
 
     def _release(self, size: int) -> None:
         """Mark the next bytes as taken out of the ring."""
         self._at += size
         self._taken += size
-        if self._at == self._until and self._extents:
-            self._at, self._until = self._extents.popleft()
+        if self._at == self._until and self._wrapped:
+            self._at = _RING - self._base
+            self._until, self._wrapped = self._at + self._wrapped, 0
         if self._taken - self._acknowledged >= _ACKNOWLEDGE:
             self._acknowledge()
 
@@ -377,7 +372,7 @@ class _Pickler:
         try:
             self._pickler.dump(message)
             return self._pieces[:], self._views[:], sum(map(len, self._pieces))
-        except (pickle.PicklingError, TypeError, AttributeError) as error:
+        except Exception as error:  # whatever the classes of its parts raise
             raise _not_picklable("a message to another process", message, error) from error
         finally:
             self._pickler.clear_memo()
@@ -709,7 +704,7 @@ class _Process(_Channel):
         spawn._check_not_importing_main()  # type: ignore[attr-defined]
         try:
             pickled = pickle.dumps(target, _PROTOCOL)
-        except (pickle.PicklingError, TypeError, AttributeError) as error:
+        except Exception as error:
             raise _not_picklable("the target of a worker with start='spawn'", target, error) from error
         ignored = [int(number) for number in _signals() if callable(signal.getsignal(number))]
         code = "import sys; sys.path[:] = {!r}; from {} import _spawned; _spawned({!r}, {}, {}, {!r})".format(
@@ -1274,7 +1269,6 @@ def _unpack_exception(
         # A class without a name to import it by exists here if it is older than the fork, in the same place.
         cls = pickle.loads(kind) if kind else _exception_class(name, kind_id)
         error = cls.__new__(cls, *arguments)  # its constructor may want other arguments than those it passed on
-        error.args = arguments
         error.__dict__.update(attributes)
         return error
     except Exception:

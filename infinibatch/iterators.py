@@ -1643,18 +1643,14 @@ class FilterIterator(_Stage[T]):
                 _reraise(error, "predicate")
 
     def _give_back(self) -> None:
-        left = len(self._items) - self._tried
-        if left:
-            self._source._back(left)
-            del self._items[-left:]
+        if self._tried < len(self._items):
+            self._source._back(len(self._items) - self._tried)
+            del self._items[self._tried :]
 
     def _back(self, n: int) -> None:
-        self._give_back()
-        position = self._passed[-n]
-        self._source._back(self._tried - position)
-        del self._items[position:]
+        self._tried = self._passed[-n]
         del self._passed[-n:]
-        self._tried = position
+        self._give_back()
 
 
 class SelectManyIterator(_RunIterator[T]):
@@ -2638,17 +2634,7 @@ class MixIterator(_ReplayIterator[T]):
             raise ValueError("source_iterators must be at least 1, got 0")
         self._inputs = tuple([_adopt(source, "source_iterators") for source in self._source_iterators])
         _number_keys(self._inputs)
-        self._weights = None if weights is None else list(weights)
-        if self._weights is not None and not (
-            len(self._weights) == len(self._inputs)
-            and all(isfinite(weight) and weight >= 0 for weight in self._weights)
-            and any(self._weights)
-        ):
-            raise ValueError(
-                "weights must be {} finite numbers of at least 0, not all 0, got {!r}".format(
-                    len(self._inputs), self._weights
-                )
-            )
+        self._weights = None if weights is None else _weights(weights, len(self._inputs))
         if until not in ("first", "drained", "all"):
             raise ValueError("until must be 'first', 'drained' or 'all', got {!r}".format(until))
         self._drawable = [i for i in range(len(self._inputs)) if self._weights is None or self._weights[i]]
@@ -2737,6 +2723,20 @@ class MixIterator(_ReplayIterator[T]):
         if not self._left:
             self._prepare()
         super()._fill(out, min(n, self._left))
+
+
+def _weights(values: Any, number: int) -> List[float]:
+    """Return the weights of so many sources, checked."""
+    try:
+        weights = [value + 0.0 for value in values]
+        fit = len(weights) == number and isfinite(sum(weights)) and min(weights) >= 0 and any(weights)
+    except (TypeError, OverflowError):
+        fit = False
+    if not fit:
+        raise ValueError(
+            "weights must be {} finite numbers of at least 0, not all 0, got {!r:.80}".format(number, values)
+        )
+    return weights
 
 
 class PackIterator(_Stage[Any]):
@@ -2832,20 +2832,23 @@ class PackIterator(_Stage[Any]):
                 return
 
     def _back(self, n: int) -> None:
-        self._restore(*self._starts[-n])
+        starts = self._starts
+        self._restore(*starts[-n])
+        self._starts = starts[:-n]
 
 
 def _joined(pieces: List[Any]) -> Any:
     first = pieces[0]
-    if isinstance(first, (list, tuple)):
+    if isinstance(first, (list, tuple, range)):
         return list(chain.from_iterable(pieces))
-    package = sys.modules.get(type(first).__module__.split(".")[0])
-    join = getattr(package, "concatenate", None) or getattr(package, "cat", None)  # of NumPy, of PyTorch
-    if join is not None:
-        return join(pieces)
+    for package, array, join in (("numpy", "ndarray", "concatenate"), ("torch", "Tensor", "cat")):
+        if package in sys.modules and isinstance(first, getattr(sys.modules[package], array)):
+            return getattr(sys.modules[package], join)(pieces)
+    if hasattr(first, "shape"):  # adding another package's arrays would add up their tokens
+        raise TypeError("PackIterator cannot join arrays of the type {}".format(type(first).__qualname__))
     joined = first[:]
     for piece in pieces[1:]:
-        joined = joined + piece
+        joined += piece
     return joined
 
 
@@ -2921,31 +2924,16 @@ class ChainIterator(_Stage[T]):
         self._inputs[self._index]._back(n)
 
 
-class TakeIterator(_Stage[T]):
-    """
-    Yield the first items of the source.
+class _CountingIterator(_Stage[T]):
+    """A stage that counts the items that are out, and ends after so many of them."""
 
-    Cost: none of its own.
-
-    Args:
-        source_iterator: where the items come from.
-        num_items: number of items, after which this iterator ends.
-
-    Raises:
-        ValueError: `num_items` is below 1, or `source_iterator` is no `CheckpointableIterator`.
-
-    >>> list(TakeIterator(InfinitePermutationSourceIterator("abc", shuffle=False), 4))
-    ['a', 'b', 'c', 'a']
-    """
-
-    _shown = ("num_items",)
+    _num_items = sys.maxsize
     _positioned = False
     _transient: Tuple[str, ...] = ("_number",)
 
-    def __init__(self, source_iterator: CheckpointableIterator[T], num_items: int) -> None:
+    def __init__(self, source_iterator: CheckpointableIterator[Any]) -> None:
         self._source_iterator, self._source = source_iterator, _adopt(source_iterator)
         self._inputs = (self._source,)
-        self._num_items = _integer("num_items", num_items)
         self.setstate(None)
 
     def _parse(self, checkpoint: Any) -> Tuple[Any, int]:
@@ -2953,11 +2941,14 @@ class TakeIterator(_Stage[T]):
             checkpoint = {"source_state": None, "num_items_yielded": 0}
         source_state, number = _keys(self, checkpoint, "source_state", "num_items_yielded")
         self._source._parse(source_state)
-        return source_state, _count(self, "num_items_yielded", number)
+        number = _count(self, "num_items_yielded", number)
+        if number > self._num_items:
+            raise _unfit(self, "num_items_yielded", "at most num_items = {}".format(self._num_items), number)
+        return source_state, number
 
     def _restore(self, source_state: Any, number: int) -> None:
         self._source.setstate(source_state)
-        self._number = number  # of items that are out
+        self._number = number
 
     def _save(self) -> Checkpoint:
         return {"source_state": self._source.getstate(), "num_items_yielded": self._number}
@@ -2979,7 +2970,7 @@ class TakeIterator(_Stage[T]):
                 self._number += len(out) - length
 
     def _skip(self, n: int) -> int:
-        skipped = self._source._skip(max(min(n, self._num_items - self._number), 0))
+        skipped = self._source._skip(min(n, self._num_items - self._number))
         self._number += skipped
         return skipped
 
@@ -2988,7 +2979,31 @@ class TakeIterator(_Stage[T]):
         self._number -= n
 
 
-class EnumerateIterator(_Stage[Tuple[int, T]]):
+class TakeIterator(_CountingIterator[T]):
+    """
+    Yield the first items of the source.
+
+    Cost: none of its own.
+
+    Args:
+        source_iterator: where the items come from.
+        num_items: number of items, after which this iterator ends.
+
+    Raises:
+        ValueError: `num_items` is below 1, or `source_iterator` is no `CheckpointableIterator`.
+
+    >>> list(TakeIterator(InfinitePermutationSourceIterator("abc", shuffle=False), 4))
+    ['a', 'b', 'c', 'a']
+    """
+
+    _shown = ("num_items",)
+
+    def __init__(self, source_iterator: CheckpointableIterator[T], num_items: int) -> None:
+        self._num_items = _integer("num_items", num_items)
+        super().__init__(source_iterator)
+
+
+class EnumerateIterator(_CountingIterator[Tuple[int, T]]):
     """
     Yield pairs of an item's position in the whole stream and the item, also after any number of resumes.
 
@@ -3007,44 +3022,26 @@ class EnumerateIterator(_Stage[Tuple[int, T]]):
     """
 
     _shown = ("start",)
-    _positioned = False
 
     def __init__(self, source_iterator: CheckpointableIterator[T], start: int = 0) -> None:
         try:
             self._start = operator.index(start)
         except TypeError:
             raise TypeError("start must be an integer, got {!r}".format(start)) from None
-        self._source_iterator = source_iterator
-        self._counted = TakeIterator(source_iterator, sys.maxsize)  # which counts
-        self._inputs = self._counted._inputs
-        self.setstate(None)
-
-    def _parse(self, checkpoint: Any) -> Tuple[Any, ...]:
-        return self._counted._parse(checkpoint)
-
-    def _restore(self, *fields: Any) -> None:
-        self._counted._restore(*fields)
-
-    def _save(self) -> Checkpoint:
-        return self._counted._save()
+        super().__init__(source_iterator)
 
     def __next__(self) -> Tuple[int, T]:
-        item = next(self._counted)
-        return self._start + self._counted._number - 1, item
+        item: T = next(self._source)
+        self._number += 1
+        return self._start + self._number - 1, item
 
     def _fill(self, out: List[Tuple[int, T]], n: int) -> None:
-        items: List[T] = []
-        first = self._start + self._counted._number
+        items: List[Any] = []
+        first = self._start + self._number
         try:
-            self._counted._fill(items, n)
+            super()._fill(items, n)
         finally:
             out += enumerate(items, first)
-
-    def _skip(self, n: int) -> int:
-        return self._counted._skip(n)
-
-    def _back(self, n: int) -> None:
-        self._counted._back(n)
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -3115,6 +3112,7 @@ class _AheadIterator(_RunIterator[T]):
         self._run, self._rest = (), iter(())
         if self._workers and not self._workers[0].owned:
             self._workers = ()  # this process is a fork of the one that they work for
+        end = self._end
         try:
             if not self._workers:
                 self._check_source_is_free()
@@ -3124,18 +3122,19 @@ class _AheadIterator(_RunIterator[T]):
                 self._begin()
                 self._began = perf_counter()
             received = self._receive()
+            if received is None:
+                self._ended = True
+                self._stop()
+                return False
+            self._run, self._mark = received
+            self._end += len(self._run)
+            self._pending = False
+            self._seek(0)
+            return True
         except BaseException:
+            self._run, self._rest, self._mark, self._end = (), iter(()), None, end
             self._stop()
             raise
-        if received is None:
-            self._ended = True
-            self._stop()
-            return False
-        self._run, self._mark = received
-        self._end += len(self._run)
-        self._pending = False
-        self._seek(0)
-        return True
 
     def _stop(self) -> None:
         workers, self._workers = self._workers, ()
@@ -3203,11 +3202,9 @@ def _send(link: Any, items: List[Any], *more: Any) -> None:
         raise
 
 
-def _adapted(size: int, limit: int, seconds: float) -> int:
-    """Return the number of items in the next message, if those of the last took so long."""
-    if seconds < 0.001:
-        return min(2 * size, limit)
-    return max(size // 2, 1) if seconds > 0.004 else size
+def _adapted(size: int, limit: int, number: int, seconds: float) -> int:
+    """Return the size of the next message: what takes 2 ms, by the last one's number of items and seconds."""
+    return max(min(2 * size, limit, int(0.002 * number / max(seconds, 1e-9))), 1)
 
 
 def _interval(state: Any, size: int) -> int:
@@ -3250,7 +3247,7 @@ def _run_ahead(source: _Stage[Any], start: Any, number: int, buffer_size: int, s
                 n = min(size, credit, left)
                 while len(items) < n:
                     length = len(items)
-                    source._fill(items, n - length)
+                    source._fill(items, min(n - length, 256))  # in steps, for items may become slow at any time
                     if len(items) == length or perf_counter() - begin > 0.001:
                         break
             except BaseException:
@@ -3259,7 +3256,7 @@ def _run_ahead(source: _Stage[Any], start: Any, number: int, buffer_size: int, s
                 raise
             if not items:
                 return
-            size = _adapted(size, limit, perf_counter() - begin)
+            size = _adapted(size, limit, len(items), perf_counter() - begin)
             credit -= len(items)
             left -= len(items)
             if left == 0:
@@ -3412,10 +3409,24 @@ class _SharedWorkIterator(_AheadIterator[T]):
             self._error = error
         return items
 
-    def _give(self, message: Any, number: int, mark: Any) -> None:
-        self._workers[self._turn].send(message)
+    def _give(self, message: Any, number: int, mark: Any) -> bool:
+        """Send a message to the worker whose turn it is; False if it cannot be pickled, which is `_error` then."""
+        try:
+            self._workers[self._turn].send(message)
+        except TypeError as error:
+            self._error = error
+            return False
         self._sent.append((self._turn, number, mark))
         self._turn = (self._turn + 1) % self._num_processes
+        return True
+
+    def _over(self) -> None:
+        """Be at the end of the data, or raise what stopped the reading instead."""
+        try:
+            if self._error is not None:
+                raise self._error
+        finally:
+            self._error = None  # its traceback refers to this object
 
     def _take(self) -> Tuple[Any, int, Any]:
         """Return the next message, and what stands in `_sent` about it."""
@@ -3531,17 +3542,19 @@ class ParallelMapIterator(_SharedWorkIterator[T]):
             mark = None
             if not self._left:
                 mark, self._left = self._source.getstate(), self._block_size
-            self._give(items, len(items), mark)
+            if not self._give(items, len(items), mark):
+                for item in items:  # those before the one that cannot be pickled
+                    if not self._give([item], 1, None):
+                        break
         if not self._sent:
-            if self._error is not None:
-                raise self._error
+            self._over()
             return None
         (results, seconds), number, mark = self._take()
         if len(results) < number:  # an error comes behind them
             self._sent.appendleft((self._last, number - len(results), mark))
             return results, None
         if seconds is not None:
-            self._size = _adapted(self._size, self._num_items_per_process, seconds)
+            self._size = _adapted(self._size, self._num_items_per_process, number, seconds)
         return results, mark
 
 
@@ -3563,9 +3576,15 @@ def _read_chunks(collection_selector: Optional[Callable[[Any], Iterable[T]]], li
                     _send(link, items, False)
                 raise
             if items:
-                _send(link, items, False)
-                size = _adapted(size, 10000, perf_counter() - begin)
-        link.send(([], True))
+                size = _adapted(size, 2000, len(items), perf_counter() - begin)
+                # The stage that reads in this process stands behind a list with its last item, behind a stream with
+                # the first item of the next one.
+                done = len(chunk._run) > 0 and not chunk._rest.__length_hint__()
+                _send(link, items, done)
+                if done:
+                    break
+        else:
+            link.send(([], True))
 
 
 class ParallelSelectManyIterator(_SharedWorkIterator[T]):
@@ -3641,8 +3660,7 @@ class ParallelSelectManyIterator(_SharedWorkIterator[T]):
             self._give((item[0], self._skipped), 0, self._source.getstate())
             self._skipped = 0
         if not self._sent:
-            if self._error is not None:
-                raise self._error
+            self._over()
             return None
         (items, done), _, mark = self._take()
         if done:

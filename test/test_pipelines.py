@@ -211,7 +211,8 @@ class TestRandomPipelines(unittest.TestCase):
                 elif operation == 3:
                     items = []
                     self.bulk(pipeline)._fill(pipeline, items, rng.randint(1, 10))
-                    self.assertEqual(list(map(text, items))[: MAX_ITEMS - position], expected[position : position + len(items)])
+                    known = list(map(text, items))[: MAX_ITEMS - position]
+                    self.assertEqual(known, expected[position : position + len(items)])
                     position += len(items)
                 elif operation == 4:
                     position += self.bulk(pipeline)._skip(pipeline, rng.randint(1, 10))

@@ -49,6 +49,12 @@ def eventually(condition, seconds=5):
     return True
 
 
+def environment():
+    """The variables for another interpreter: none that change what this module is about."""
+    variables = {name: value for name, value in os.environ.items() if not name.startswith("PYTHON")}
+    return dict(variables, PYTHONPATH=ROOT, PYTHONDONTWRITEBYTECODE="1")
+
+
 def script(code, *options, seconds=30, **keywords):
     """Run a program in a process group of its own; return its status, output, errors and duration."""
     process = start_script(code, *options, **keywords)
@@ -65,15 +71,13 @@ def script(code, *options, seconds=30, **keywords):
 
 
 def start_script(code, *options, **keywords):
-    environment = dict(os.environ, PYTHONPATH=ROOT)
-    environment.pop("PYTHONWARNINGS", None)
     return subprocess.Popen(
         [sys.executable] + list(options or ["-W", "error"]) + ["-c", textwrap.dedent(code)],
         stdin=subprocess.DEVNULL,
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
         universal_newlines=True,
-        env=environment,
+        env=environment(),
         start_new_session=True,
         **keywords,
     )
@@ -239,6 +243,35 @@ class MessagesTest(WorkerCase):
                 waiting += 1
         received += [worker.receive() for _ in range(waiting)]
         self.assertTrue(sent == received)
+
+    @posix
+    def test_of_random_sizes_in_random_turns(self):
+        # Both ends in this process, where nothing depends on who is faster.
+        import mmap
+        import random
+        import socket
+
+        class End(_workers._Channel):
+            def silence(self):
+                pass
+
+        generator = random.Random(3)
+        memory = mmap.mmap(-1, 2 * RING)
+        one, two = socket.socketpair()
+        ends = [End(one, memory, 0, float("inf")), End(two, memory, RING, float("inf"))]
+        self.addCleanup(one.close)
+        self.addCleanup(two.close)
+        under_way = [[], []]
+        for turn in range(2000):
+            i = generator.randrange(2)
+            if generator.random() < 0.5:
+                data = bytes([turn % 256]) * int(10 ** generator.uniform(0, 6.2))
+                under_way[i].append(data)
+                ends[i].put(turn, data)
+            elif under_way[i]:
+                _, received = ends[1 - i].get(feeding=[ends[i]])
+                self.assertTrue(received == under_way[i].pop(0), turn)
+        self.assertGreater(min(end._sent for end in ends), 10 * RING)
 
     def test_for_others_move_while_one_is_waited_for(self):
         def slow(link):
@@ -825,6 +858,28 @@ class EndOfTheConsumerTest(WorkerCase):
         self.assertEqual(err.count("Traceback"), 1, err)
         self.assertRegex(err, "KeyboardInterrupt\n$")
 
+    def test_of_spawned_workers(self):
+        code = """
+            import sys, threading
+            sys.path.insert(0, {!r})
+            from test_workers import block
+            from infinibatch._workers import Worker
+            if __name__ == "__main__":
+                worker = Worker(block, "spawn")
+                print(worker.receive(), flush=True)
+                threading.Event().wait()
+        """
+        process = start_script(textwrap.dedent(code).format(os.path.dirname(os.path.abspath(__file__))))
+        with process.stdout, process.stderr:
+            try:
+                pid = int(process.stdout.readline())
+                process.kill()
+                self.assertTrue(eventually(lambda: not running(pid), 2))
+            finally:
+                with contextlib.suppress(ProcessLookupError):
+                    os.killpg(process.pid, signal.SIGKILL)
+                process.wait()
+
     def test_while_a_fork_of_it_lives_on(self):
         rest = """
             import multiprocessing
@@ -988,6 +1043,24 @@ class CloseTest(WorkerCase):
         del holder
         gc.collect()
         self.assertFalse(running(pid))
+
+    def test_at_exit_lets_the_target_clean_up(self):
+        code = """
+            import threading
+            from infinibatch._workers import Worker
+            def target(link):
+                try:
+                    link.send("begun")
+                    link.receive()
+                finally:
+                    print("clean")
+            def keep(worker):
+                threading.Event().wait()
+            worker = Worker(target, "fork")
+            worker.receive()
+            threading.Thread(target=keep, args=(worker,), daemon=True).start()
+        """
+        self.assertEqual(script(code)[:3], (0, "clean\n", ""))
 
     def test_of_a_thread_at_exit_is_quiet(self):
         code = """
@@ -1168,7 +1241,7 @@ class SurroundingsTest(WorkerCase):
                 stdout=subprocess.PIPE,
                 stderr=subprocess.PIPE,
                 universal_newlines=True,
-                env=dict(os.environ, PYTHONPATH=ROOT),
+                env=environment(),
             )
             out, err = process.communicate(timeout=30)
             return process.returncode, out, err, None
@@ -1292,7 +1365,7 @@ class SurroundingsTest(WorkerCase):
                 stdout=subprocess.PIPE,
                 stderr=subprocess.PIPE,
                 universal_newlines=True,
-                env=dict(os.environ, PYTHONPATH=ROOT),
+                env=environment(),
             )
             try:
                 out, err = process.communicate(timeout=20)
@@ -1354,11 +1427,11 @@ class SurroundingsTest(WorkerCase):
         thread = threading.Thread(target=event.wait)
         thread.start()
         try:
-            with warnings.catch_warnings():
-                warnings.simplefilter("error")
+            with warnings.catch_warnings(record=True) as caught:
+                warnings.simplefilter("always")
                 worker = self.worker(count, "fork")
-                with self.assertRaises(DeprecationWarning):
-                    warnings.warn("still an error", DeprecationWarning, stacklevel=1)
+                warnings.warn("not hidden", DeprecationWarning, stacklevel=1)
+                self.assertEqual([str(warning.message) for warning in caught], ["not hidden"])
                 self.assertEqual(self.received(worker), [0, 1, 2, 3, 4])
         finally:
             event.set()
@@ -1374,17 +1447,20 @@ class SurroundingsTest(WorkerCase):
 
     def test_what_a_worker_prints_comes_before_its_messages(self):
         code = """
-            import os, sys
+            import sys
             from infinibatch._workers import Ended, Worker
             def target(link):
                 for i in range(3):
                     print("worker", i)
                     link.send(i)
+                    link.receive()
                 print("worker's end")
             print("consumer")
             worker = Worker(target, "fork")
             for i in range(3):
                 worker.receive()
+                print("consumer", i, flush=True)
+                worker.send(None)
             try:
                 worker.receive()
             except Ended:
@@ -1392,8 +1468,9 @@ class SurroundingsTest(WorkerCase):
         """
         status, out, err, _ = script(code)
         self.assertEqual((status, err), (0, ""))
-        self.assertEqual(out.split("\n")[:4], ["consumer", "worker 0", "worker 1", "worker 2"])
-        self.assertEqual(sorted(out.split("\n")[4:]), ["", "consumer's end", "worker's end"])
+        lines = ["consumer", "worker 0", "consumer 0", "worker 1", "consumer 1", "worker 2", "consumer 2"]
+        self.assertEqual(out.split("\n")[:7], lines)
+        self.assertEqual(sorted(out.split("\n")[7:]), ["", "consumer's end", "worker's end"])
 
     def test_a_worker_reads_nothing_from_standard_input(self):
         code = """
@@ -1407,7 +1484,7 @@ class SurroundingsTest(WorkerCase):
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             universal_newlines=True,
-            env=dict(os.environ, PYTHONPATH=ROOT),
+            env=environment(),
         )
         self.assertEqual(process.communicate("typed", timeout=20)[0], "'' typed\n")
 
