@@ -112,7 +112,7 @@ class _Channel:
         self.sock = sock
         self._dont_wait = socket.MSG_DONTWAIT
         self._send_flags = socket.MSG_DONTWAIT | getattr(socket, "MSG_NOSIGNAL", 0)
-        self.view: Optional[memoryview] = memoryview(memory)
+        self.view: Any = memoryview(memory)
         self.waited = 0.0  # seconds that this end has waited for the other
         self.peer_waited = 0.0  # seconds that the other end says it has waited for this one
         self.lost = False  # the other end is closed: nothing more will come
@@ -182,7 +182,7 @@ class _Channel:
                 break
             start = offset = self._base + self._head
             end = start + room
-            view = self._memory()
+            view = self.view
             while queue and offset < end:
                 piece = queue[0]
                 size = len(piece)
@@ -233,7 +233,7 @@ class _Channel:
                 buffers.append(buffer)
         options: Dict[str, Any] = {"buffers": buffers} if buffers else {}
         if self._until - self._at >= size:
-            with self._memory()[self._at : self._at + size] as view:
+            with self.view[self._at : self._at + size] as view:
                 message = pickle.loads(view, **options)
             self._release(size)
         else:
@@ -243,7 +243,7 @@ class _Channel:
     def read(self, size: int, feeding: "Sequence[_Channel]" = ()) -> bytes:
         """Return the next bytes; blocks until they are there."""
         if self._until - self._at >= size:
-            data = bytes(self._memory()[self._at : self._at + size])
+            data = bytes(self.view[self._at : self._at + size])
             self._release(size)
             return data
         buffer = bytearray(size)
@@ -258,7 +258,7 @@ class _Channel:
                 if not self.pull():
                     self.wait(feeding)
             size = min(self._until - self._at, len(target) - done)
-            target[done : done + size] = self._memory()[self._at : self._at + size]
+            target[done : done + size] = self.view[self._at : self._at + size]
             done += size
             self._release(size)
 
@@ -344,11 +344,6 @@ class _Channel:
     def silence(self) -> None:
         """Find out why the other end says nothing, and raise if it never will."""
         raise NotImplementedError
-
-    def _memory(self) -> memoryview:
-        if self.view is None:
-            raise Closed
-        return self.view
 
 
 class _Pickler:
@@ -607,7 +602,9 @@ class Worker:
             BaseException: what the target raised, with its traceback there as the cause
         """
         self._usable()
-        kind, content = self._handle.receive([other._handle for other in feeding if not other.closed])
+        kind, content = self._handle.receive(
+            [other._handle for other in feeding if not other.closed] if feeding else ()
+        )
         if kind == _MESSAGE:
             return content
         self.close()
@@ -632,9 +629,10 @@ class Worker:
         self._handle.close()
 
     def _usable(self) -> None:
-        if not self.owned:
+        handle = self._handle
+        if handle.owner != os.getpid():
             raise RuntimeError("worker {} belongs to another process: this one is a fork of it".format(self.pid))
-        if self.closed:
+        if handle.closed:
             raise RuntimeError("worker {} is closed".format(self.pid))
 
 
@@ -729,9 +727,10 @@ class _Process(_Channel):
             raise
 
     def receive(self, feeding: "Sequence[Union[_Process, _Thread]]") -> Tuple[int, Any]:
-        others = [other for other in feeding if isinstance(other, _Process)]
+        others = [other for other in feeding if isinstance(other, _Process)] if feeding else ()
         try:
-            self.pump()
+            if self._queue or self._records:
+                self.pump()
             return self.get(others)
         except BaseException as error:
             self._broken(error, others)
@@ -747,7 +746,7 @@ class _Process(_Channel):
 
     def _broken(self, error: BaseException, others: "Sequence[_Process]" = ()) -> None:
         """Close what an exception, an interrupt above all, may have left in the middle of a message."""
-        if self.closed and isinstance(error, (Closed, OSError)):
+        if self.closed and isinstance(error, (OSError, TypeError)):  # no socket or no memory left to use
             raise RuntimeError("worker {} was closed by another thread".format(self.pid)) from error
         _close_handles([self, *others])
 
