@@ -7,7 +7,8 @@ import os
 import signal
 import sys
 import time
-from itertools import islice
+from functools import partial
+from itertools import chain, groupby, islice, repeat
 from operator import itemgetter
 from typing import Any, Callable, Iterator, List, Optional, Sequence, Tuple
 
@@ -25,7 +26,7 @@ from infinibatch.iterators import (
     ZipIterator,
     _advance_iterator,
 )
-from infinibatch.readers import find_chunks, read_lines
+from infinibatch.readers import _byte_lines, _split_lines, find_chunks, read_lines
 
 _STREAM_HELP = """\
 Write the lines of a corpus that may be larger than memory to standard output, shuffled: the files in random order,
@@ -39,6 +40,22 @@ all runs, one behind the other, are those of a single run. The position is saved
 and SIGTERM, when the reader of a pipe goes, on an error, and every few seconds. After a crash or SIGKILL the next run
 repeats what was written since the last of these times. Lines that a pipe had taken and its reader never read count as
 written: where it matters, use --limit rather than `| head`.
+"""
+
+
+_SPLIT_HELP = """\
+Cut the lines of files, or of standard input, into chunk-00000.txt.gz, chunk-00001.txt.gz and so on: files of which one
+fits into memory. The inputs may be gzip, bzip2, xz or zstd, and are taken one behind the other, in the order given. The
+chunks hold their bytes unchanged; only where an input without a newline at its end is followed by another, one is
+added. manifest.json lists the chunks with their lines, bytes and size on disk. The same inputs and options give the
+same files.
+
+With --shuffle, the lines are in random order, every order being equally likely, however large the corpus is: what does
+not fit into memory waits in temporary files beside DIR, which need as much room as the lines.
+
+DIR must be new, or empty. It appears only when all is done: until then, everything is in a hidden folder beside it,
+.DIR.incomplete, which an interrupted run removes. If a run is killed, that folder stays, and the next run to the same
+DIR starts anew in its place.
 """
 
 
@@ -61,7 +78,7 @@ def main(argv: Optional[Sequence[str]] = None) -> int:
         return 128 + 13  # as a shell reports SIGPIPE
     except (OSError, ValueError, RuntimeError, ImportError) as error:
         _note("error: {}".format(error))
-        return 1
+        return int(options.error_status)
 
 
 def _note(message: str) -> None:
@@ -72,6 +89,7 @@ def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="python -m infinibatch", description="Checkpointable iterators over data sets larger than memory."
     )
+    parser.set_defaults(error_status=1)
     commands = parser.add_subparsers(metavar="COMMAND", dest="command")
     commands.required = True
 
@@ -111,6 +129,38 @@ def _parser() -> argparse.ArgumentParser:
     )
     show.set_defaults(run=_show)
 
+    diff = commands.add_parser(
+        "diff",
+        help="tell in which stages two checkpoints differ",
+        description="Tell in which stages two checkpoints differ. The exit status is 0 if they are the same, 1 if they "
+        "differ, 2 if one cannot be read.",
+    )
+    diff.add_argument("first", metavar="A", help="a checkpoint, as for show")
+    diff.add_argument("second", metavar="B", help="another one")
+    diff.set_defaults(run=_diff, error_status=2)
+
+    split = commands.add_parser(
+        "split",
+        help="cut files into compressed chunks",
+        description=_SPLIT_HELP,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    add = split.add_argument
+    add("inputs", nargs="+", metavar="INPUT", help="paths, quoted patterns, or - for standard input")
+    add("--out", required=True, metavar="DIR", help="the folder to be made")
+    sizes = split.add_mutually_exclusive_group(required=True)
+    sizes.add_argument("--lines", type=_at_least(1), metavar="N", help="chunks of N lines")
+    sizes.add_argument(
+        "--bytes", type=_num_bytes, metavar="N", help="chunks of at most N bytes (64M: 64 * 1024 * 1024), or one line"
+    )
+    sizes.add_argument(
+        "--chunks", type=_at_least(1), metavar="N", help="N chunks whose numbers of lines differ by at most one"
+    )
+    add("--shuffle", action="store_true", help="put the lines in random order")
+    add("--seed", type=int, default=0, metavar="S", help="another number gives another order (%(default)s)")
+    add("--plain", action="store_true", help="do not compress the chunks")
+    split.set_defaults(run=_split, parser=split)
+
     demo = commands.add_parser("demo", help="watch a pipeline being killed and resumed on a small corpus")
     demo.add_argument("--train", metavar="FOLDER", help=argparse.SUPPRESS)
     demo.set_defaults(run=_demo)
@@ -128,6 +178,13 @@ def _at_least(minimum: int) -> Callable[[str], int]:
         return value
 
     return number
+
+
+def _num_bytes(text: str) -> int:
+    unit = text[-1:].upper()
+    if unit in ("K", "M", "G", "T"):
+        return _at_least(1)(text[:-1]) << 10 * ("KMGT".index(unit) + 1)
+    return _at_least(1)(text)
 
 
 def _seconds(text: str) -> float:
@@ -151,6 +208,18 @@ def _show(options: argparse.Namespace) -> int:
 
 
 # ---------------------------------------------------------------------------------------------------------------------
+# diff
+# ---------------------------------------------------------------------------------------------------------------------
+
+
+def _diff(options: argparse.Namespace) -> int:
+    differences = checkpoint.diff(options.first, options.second)
+    if differences:
+        print(differences)
+    return 1 if differences else 0
+
+
+# ---------------------------------------------------------------------------------------------------------------------
 # stream
 # ---------------------------------------------------------------------------------------------------------------------
 
@@ -162,10 +231,7 @@ def _stream(options: argparse.Namespace) -> int:
     if rank >= world:
         options.parser.error("--rank must be less than --world, got {} of {}".format(rank, world))
 
-    for name in ("SIGTERM", "SIGHUP"):
-        number = getattr(signal, name, None)
-        if number is not None and signal.getsignal(number) is signal.SIG_DFL:  # under nohup it is not
-            signal.signal(number, _interrupt)
+    _interrupt_on_signals()
     paths = find_chunks(options.files)
     lines = _shuffled_lines(paths, options.buffer_size, options.seed, options.epochs, rank, world)
     batched = options.batch_size or options.max_tokens
@@ -211,6 +277,13 @@ def _stream(options: argparse.Namespace) -> int:
         if resumed and num_written == 0 and options.limit != 0:
             _note("{} stands at the end: nothing is left".format(options.checkpoint))
     return 0
+
+
+def _interrupt_on_signals() -> None:
+    for name in ("SIGTERM", "SIGHUP"):
+        number = getattr(signal, name, None)
+        if number is not None and signal.getsignal(number) is signal.SIG_DFL:  # under nohup it is not
+            signal.signal(number, _interrupt)
 
 
 def _interrupt(signum: int, frame: Any) -> None:
@@ -359,9 +432,9 @@ class _Writer(CheckpointableIterator[int]):
 
 
 @contextlib.contextmanager
-def _progress(unit: str, total: Optional[int]) -> Iterator[Callable[[int], None]]:
+def _progress(unit: str, total: Optional[int], amid_output: bool = False) -> Iterator[Callable[[int], None]]:
     """Give a function to report progress to; it is shown if there is a terminal that the output does not go to."""
-    if not sys.stderr.isatty() or sys.stdout.isatty():
+    if not sys.stderr.isatty() or sys.stdout.isatty() and not amid_output:
         yield lambda number: None
         return
     import importlib
@@ -397,6 +470,234 @@ class _PlainProgress:
         rate = self._number / max(self._shown - self._started, 1e-3)
         sys.stderr.write("\r{:,} {}, {:,.0f}/s {}".format(self._number, self._unit, rate, end))
         sys.stderr.flush()
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# split
+# ---------------------------------------------------------------------------------------------------------------------
+
+_SHUFFLE_MEMORY = 256 << 20  # bytes of lines that are shuffled in memory
+_PILE_BITS = 6  # what is larger goes to two to the power of this temporary files, which are open at once
+
+
+def _split(options: argparse.Namespace) -> int:
+    if options.inputs.count("-") > 1:
+        options.parser.error("- stands for standard input, which can be read only once")
+    _interrupt_on_signals()
+    paths: List[str] = []
+    for name in options.inputs:
+        paths += [name] if name == "-" else find_chunks(name)
+
+    with _new_folder(options.out) as folder, contextlib.ExitStack() as stack:
+        read = partial(_joined_lines, paths, options.shuffle)
+        sizes: Iterator[int] = repeat(options.lines)
+        if options.chunks:
+            if not all(map(os.path.isfile, paths)):  # what comes through a pipe does not come twice
+                pile = stack.enter_context(_pile(folder))
+                for run in read():
+                    pile.writelines(run)
+                read = partial(_lines_of_pile, pile)
+            num_lines = sum(map(len, _shown("lines counted", read())))
+            if num_lines < options.chunks:
+                raise ValueError(
+                    "--chunks must be at most the number of lines, {}, got {}".format(num_lines, options.chunks)
+                )
+            size, num_longer = divmod(num_lines, options.chunks)
+            sizes = chain(repeat(size + 1, num_longer), repeat(size))
+        runs = _shown("lines read", read())
+        if options.shuffle:
+            import random
+
+            runs = _shown("lines written", _shuffled_runs(runs, random.Random(options.seed), folder))
+        pieces = _cut_by_bytes(runs, options.bytes) if options.bytes else _cut_by_number(runs, sizes)
+        chunks = _write_chunks(folder, pieces, _suffix(paths[0]) + ("" if options.plain else ".gz"), options.plain)
+        if not chunks:
+            raise ValueError("there are no lines in {}".format(", ".join(options.inputs)))
+        manifest: Checkpoint = {"num_chunks": len(chunks)}
+        for key in ("num_lines", "num_bytes"):
+            manifest[key] = sum(chunk[key] for chunk in chunks)
+        manifest["chunks"] = chunks
+        with open(os.path.join(folder, "manifest.json"), "x") as file:
+            json.dump(manifest, file, indent=1)
+            file.flush()
+            os.fsync(file.fileno())
+    print("{num_chunks} chunks with {num_lines} lines of {num_bytes} bytes".format(**manifest))
+    return 0
+
+
+@contextlib.contextmanager
+def _new_folder(path: str) -> Iterator[str]:
+    """Give a hidden folder, which takes the given name in the end, or goes if anything fails."""
+    path = os.path.realpath(path)
+    folder = os.path.join(os.path.dirname(path), ".{}.incomplete".format(os.path.basename(path)))
+    if os.path.lexists(path) and (not os.path.isdir(path) or os.listdir(path)):
+        raise ValueError("--out must be a new or an empty folder, got {}".format(path))
+    if os.path.ismount(path) or path == os.path.realpath(os.curdir):
+        raise ValueError("--out must be a folder that can be replaced, not a mount or the current one: {}".format(path))
+    os.makedirs(folder, exist_ok=True)
+    with _alone_in(folder):
+        try:
+            _remove_files(folder)  # of a run that was killed
+            yield folder
+            checkpoint._flush_folder(folder)
+            if os.path.isdir(path):
+                os.rmdir(path)
+            os.rename(folder, path)
+        except BaseException:
+            with contextlib.suppress(OSError):
+                _remove_files(folder)
+                os.rmdir(folder)
+            raise
+        checkpoint._flush_folder(os.path.dirname(path))
+
+
+def _remove_files(folder: str) -> None:
+    for name in os.listdir(folder):
+        os.remove(os.path.join(folder, name))
+
+
+@contextlib.contextmanager
+def _alone_in(folder: str) -> Iterator[None]:
+    """Let no second run work in the same folder. What guards it ends with the process, however that ends."""
+    try:
+        import fcntl
+    except ImportError:  # Windows, where two runs at once are not noticed
+        yield
+        return
+    descriptor = os.open(folder, os.O_RDONLY)
+    try:
+        try:
+            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            raise ValueError("another run is at work in {}".format(folder)) from None
+        if not os.path.samestat(os.fstat(descriptor), os.stat(folder)):  # it has been renamed since
+            raise ValueError("another run was at work in {}".format(folder))
+        yield
+    finally:
+        os.close(descriptor)
+
+
+def _joined_lines(paths: List[str], close_last: bool) -> Iterator[List[bytes]]:
+    """Yield the lines of all files, in runs; no two lines grow together where a file lacks its last newline."""
+    unfinished = b""
+    for path in paths:
+        for run in _byte_lines(path):
+            if unfinished:
+                yield [unfinished + b"\n"]
+                unfinished = b""
+            if not run[-1].endswith(b"\n"):
+                unfinished = run.pop()
+            if run:
+                yield run
+    if unfinished:
+        yield [unfinished + b"\n" if close_last else unfinished]
+
+
+def _pile(folder: str) -> Any:
+    """Return a temporary file, which is gone when the process is."""
+    import tempfile
+
+    return tempfile.TemporaryFile(dir=folder)
+
+
+def _lines_of_pile(pile: Any) -> Iterator[List[bytes]]:
+    pile.seek(0)
+    return _split_lines(iter(lambda: pile.read(1 << 20), b""))
+
+
+def _shuffled_runs(runs: Iterator[List[bytes]], rng: Any, folder: str) -> Iterator[List[bytes]]:
+    """Yield all lines, in an order of which each is equally likely."""
+    lines: List[bytes] = []
+    size = 0
+    for run in runs:
+        lines += run
+        size += sum(map(len, run)) + 50 * len(run)
+        if size > _SHUFFLE_MEMORY and len(lines) > 1:
+            break
+    else:
+        rng.shuffle(lines)
+        yield from (lines[begin : begin + 10000] for begin in range(0, len(lines), 10000))
+        return
+    # Each line goes to a pile drawn at random, and then each pile is shuffled, in the same way.
+    with contextlib.ExitStack() as stack:
+        piles = [stack.enter_context(_pile(folder)) for _ in range(1 << _PILE_BITS)]
+        while lines:
+            shares: List[List[bytes]] = [[] for _ in piles]
+            for line in lines:
+                shares[rng.getrandbits(_PILE_BITS)].append(line)
+            for pile, share in zip(piles, shares):
+                pile.writelines(share)
+            lines = next(runs, [])
+        for pile in piles:
+            yield from _shuffled_runs(_lines_of_pile(pile), rng, folder)
+            pile.close()
+
+
+def _cut_by_number(runs: Iterator[List[bytes]], sizes: Iterator[int]) -> Iterator[Tuple[int, List[bytes]]]:
+    """Yield runs of lines behind the number of their chunk."""
+    number, left = -1, 0
+    for run in runs:
+        begin = 0
+        while begin < len(run):
+            if not left:
+                number, left = number + 1, next(sizes)
+            end = min(begin + left, len(run))
+            yield number, run[begin:end]
+            left -= end - begin
+            begin = end
+
+
+def _cut_by_bytes(runs: Iterator[List[bytes]], limit: int) -> Iterator[Tuple[int, List[bytes]]]:
+    number, size = 0, 0
+    for run in runs:
+        begin = 0
+        for i, line in enumerate(run):
+            if size and size + len(line) > limit:
+                if begin < i:
+                    yield number, run[begin:i]
+                number, size, begin = number + 1, 0, i
+            size += len(line)
+        yield number, run[begin:]
+
+
+def _suffix(path: str) -> str:
+    base, suffix = os.path.splitext(path)
+    if suffix in (".gz", ".bz2", ".xz", ".zst"):
+        suffix = os.path.splitext(base)[1]
+    return suffix or ".txt"
+
+
+def _write_chunks(folder: str, pieces: Iterator[Tuple[int, List[bytes]]], suffix: str, plain: bool) -> List[Checkpoint]:
+    """Write the chunks, and return what the manifest says of each."""
+    import zlib
+
+    chunks = []
+    for number, group in groupby(pieces, itemgetter(0)):
+        name = "chunk-{:05d}{}".format(number, suffix)
+        num_lines, num_bytes = 0, 0
+        # In the layout of gzip, but without time and name, so that the same lines give the same file.
+        compressor = None if plain else zlib.compressobj(6, zlib.DEFLATED, 31)
+        with open(os.path.join(folder, name), "xb") as file:
+            for _, lines in group:
+                data = b"".join(lines)
+                num_lines += len(lines)
+                num_bytes += len(data)
+                file.write(data if compressor is None else compressor.compress(data))
+            if compressor is not None:
+                file.write(compressor.flush())
+            file_size = file.tell()
+            file.flush()
+            os.fsync(file.fileno())
+        chunks.append({"name": name, "num_lines": num_lines, "num_bytes": num_bytes, "file_size": file_size})
+    return chunks
+
+
+def _shown(unit: str, runs: Iterator[List[bytes]]) -> Iterator[List[bytes]]:
+    """Yield the runs, showing progress."""
+    with _progress(unit, None, amid_output=True) as advance:
+        for run in runs:
+            yield run
+            advance(len(run))
 
 
 # ---------------------------------------------------------------------------------------------------------------------

@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Any, Dict, Iterable, Iterator, List, Optional,
 if TYPE_CHECKING:
     from infinibatch.iterators import CheckpointableIterator
 
-__all__ = ["load", "save", "show"]
+__all__ = ["diff", "load", "merge", "save", "show"]
 
 _Path = Union[str, "os.PathLike[str]"]
 
@@ -149,8 +149,12 @@ def merge(states: Iterable[Any]) -> Any:
         if numbers[0] != numbers[-1]:
             raise ValueError("states differ in their number of shards: {} and {}".format(numbers[0], numbers[-1]))
         for shard, content in state["shards"].items():
-            if shard in shards and _dumps(shards[shard]) != _dumps(content):
-                raise ValueError("states must be of the same moment, two differ in shard {}".format(shard))
+            if shard in shards and _comparable(shards[shard]) != _comparable(content):
+                raise ValueError(
+                    "states must be of the same moment, two differ in shard {}: {!r:.80} and {!r:.80}".format(
+                        shard, shards[shard], content
+                    )
+                )
             shards[shard] = content
     if not numbers:
         raise ValueError("states must be at least 1, got 0")
@@ -187,9 +191,45 @@ def show(path: _Path) -> str:
     return "\n".join(_lines(_read(path), ""))
 
 
+def diff(path: _Path, other: _Path) -> str:
+    """Describe for a reader in which stages two saved positions differ, and how.
+
+    One line a stage that differs, or whose sources do, as in `show`: what the first file says, a bar, and what the
+    other says.
+
+    Args:
+        path: A file that `save` wrote.
+        other: Another one.
+
+    Returns:
+        The description, without a newline at its end; empty if the positions are the same.
+
+    Raises:
+        FileNotFoundError, ValueError, OSError: As for `load`.
+
+    >>> import tempfile
+    >>> from infinibatch.iterators import FixedBatchIterator, NativeCheckpointableIterator
+    >>> batches = FixedBatchIterator(NativeCheckpointableIterator("abcdef"), batch_size=2)
+    >>> with tempfile.TemporaryDirectory() as folder:
+    ...     paths = [os.path.join(folder, name) for name in ("a.json", "b.json")]
+    ...     for path in paths:
+    ...         batch = next(batches)
+    ...         save(batches, path)
+    ...     print(diff(*paths))
+    FixedBatchIterator
+      NativeCheckpointableIterator or ChunkedSourceIterator: num_items_yielded 2 | 4
+    """
+    return "\n".join(_differences(_read(path), _read(other), ""))
+
+
 def _dumps(state: Any) -> str:
     # Escapes would join a pair of lone surrogates to one character on the way back.
     return json.dumps(state, ensure_ascii=False)
+
+
+def _comparable(state: Any) -> str:
+    """Return a text that equal states share, also if one has been through JSON; other data as they show themselves."""
+    return json.dumps(state, sort_keys=True, skipkeys=True, default=repr)
 
 
 def _encode(text: str) -> bytes:
@@ -260,6 +300,37 @@ def _lines(state: Any, indent: str) -> Iterator[str]:
     yield indent + name + (": " if own else "") + _briefly(own)
     for source in sources:
         yield from _lines(source, indent + "  ")
+
+
+def _differences(first: Any, second: Any, indent: str) -> Iterator[str]:
+    if _same(first, second):
+        return
+    if isinstance(first, dict) and isinstance(second, dict):
+        name, own, sources = _stage(first)
+        other_name, other_own, other_sources = _stage(second)
+        if name == other_name and len(sources) == len(other_sources):
+            details = ", ".join(_changes(own, other_own, ""))
+            yield indent + name + (": " if details else "") + details
+            for source, other_source in zip(sources, other_sources):
+                yield from _differences(source, other_source, indent + "  ")
+            return
+    yield "{}{} | {}".format(indent, next(_lines(first, "")), next(_lines(second, "")))
+
+
+def _changes(first: Any, second: Any, prefix: str) -> Iterator[str]:
+    for key in list(first) + [key for key in second if key not in first]:
+        value, other = first.get(key), second.get(key)
+        if isinstance(value, dict) and isinstance(other, dict):
+            yield from _changes(value, other, "{}{}.".format(prefix, key))
+        elif not _same(value, other):
+            texts = [_brief(value), _brief(other)]
+            if texts[0] == texts[1]:
+                texts[1] += " of other content"
+            yield "{}{} {} | {}".format(prefix, key, *texts)
+
+
+def _same(first: Any, second: Any) -> bool:
+    return first == second or _dumps(first) == _dumps(second)  # the latter for NaN
 
 
 def _stage(state: Any) -> Tuple[str, Any, List[Any]]:

@@ -18,7 +18,7 @@ from unittest import mock
 
 from infinibatch import __main__ as cli
 from infinibatch.datasets import chunked_dataset_iterator
-from infinibatch.readers import read_lines
+from infinibatch.readers import find_chunks, read_lines
 
 ROOT = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
 POSIX = os.name == "posix"
@@ -448,6 +448,16 @@ class TestProgress(CommandTestCase):
             self.skipTest("needs tqdm")
         self.assertRegex(self.on_terminal("stream", "chunk-*.gz"), r"600 lines")
 
+    def test_split_shows_what_it_does_also_beside_its_output(self):
+        with tempfile.TemporaryDirectory() as folder:
+            out = os.path.join(folder, "out")
+            args = ["split", "chunk-*.gz", "--out", out, "--chunks", 3, "--shuffle"]
+            shown = self.on_terminal(*args, terminal_output=True, code=WITHOUT_TQDM)
+        pattern = (
+            r"^\r600 lines counted, [0-9,]+/s \r\n\r600 lines read, .*\r\n\r600 lines written, .*\r\n3 chunks with"
+        )
+        self.assertRegex(shown, pattern)
+
     def test_no_progress_amid_output_on_the_same_terminal(self):
         shown = self.on_terminal("stream", "chunk-0.gz", "--limit", 3, terminal_output=True, code=WITHOUT_TQDM)
         self.assertNotIn("/s", shown)
@@ -467,6 +477,319 @@ class TestShow(CommandTestCase):
     def test_missing_or_bad_file_is_a_plain_error(self):
         self.assertFails("^infinibatch: error: .*No such file.*position.json", "show", self.checkpoint)
         self.assertFails("^infinibatch: error: .*chunk-0.gz is no checkpoint", "show", "chunk-0.gz")
+
+
+class TestDiff(CommandTestCase):
+    def saved(self, name, *args):
+        path = os.path.join(self.own_folder, name)
+        self.stream("--checkpoint", path, *args)
+        return path
+
+    def test_stages_that_differ_are_shown_side_by_side(self):
+        first = self.saved("a.json", "--limit", 20, "--batch-size", 4)
+        second = self.saved("b.json", "--limit", 25, "--batch-size", 4)
+        status, out, err = self.run_command("diff", first, second)
+        self.assertEqual((status, err), (1, ""))
+        lines = out.decode("utf-8").splitlines()
+        self.assertEqual(lines[0], "the command stream: num_written 20 | 25, num_after 4 | 1")
+        self.assertEqual(lines[1:], ["  BucketedReadaheadBatchIterator: num_served 3 | 11"])  # of the same window
+
+    def test_source_that_differs_is_below_its_stages(self):
+        first, second = self.saved("a.json", "--limit", 20), self.saved("b.json", "--limit", 570, "--seed", 1)
+        status, out, err = self.run_command("diff", first, second)
+        self.assertEqual((status, err), (1, ""))
+        lines = out.decode("utf-8").splitlines()
+        self.assertRegex(lines[0], r"^the command stream: settings\.seed 0 \| 1, num_written 20 \| 570, ")
+        self.assertRegex(lines[1], "^  BlockwiseShuffleIterator: random_state generator .* | generator .*")
+        self.assertRegex(lines[-1], "^ {8}[A-Z].*[^|] \\| [^|]")
+
+    def test_same_position_is_no_difference(self):
+        first, second = self.saved("a.json", "--limit", 20), self.saved("b.json", "--limit", 20)
+        self.assertEqual(self.run_command("diff", first, second), (0, b"", ""))
+
+    def test_bad_file_is_an_error_with_a_status_of_its_own(self):
+        first = self.saved("a.json", "--limit", 20)
+        for files in [(first, "nowhere.json"), ("nowhere.json", first), (first, self.paths[0])]:
+            with self.subTest(files=files):
+                self.assertFails("^infinibatch: error: ", "diff", *files, status=2)
+
+
+class TestSplit(CommandTestCase):
+    @classmethod
+    def setUpClass(cls):
+        super().setUpClass()
+        rng = random.Random(3)
+        cls.lines = [b'{"number": %d, "text": "%s"}\r\n' % (i, b"\x85y\xff" * rng.randrange(40)) for i in range(300)]
+        cls.lines[7] = b"\n"
+        cls.lines[-1] = cls.lines[-1].rstrip()  # no newline at the end
+        cls.data = b"".join(cls.lines)
+        cls.input = os.path.join(cls.folder, "corpus.jsonl.gz")
+        with gzip.open(cls.input, "wb") as file:
+            file.write(cls.data)
+
+    def setUp(self):
+        super().setUp()
+        self.out = os.path.join(self.own_folder, "out")
+
+    def split(self, *args, inputs=None, out=None):
+        """Return the chunks' contents, after looking at them and the manifest."""
+        out = out or self.out
+        status, text, err = self.run_command("split", *(inputs or [self.input]), "--out", out, *args)
+        self.assertEqual((status, err), (0, ""))
+        return self.read_split(out, text)
+
+    def read_split(self, out, text):
+        self.assertEqual(os.listdir(os.path.dirname(out)), [os.path.basename(out)])  # and nothing hidden
+        with open(os.path.join(out, "manifest.json"), encoding="utf-8") as file:
+            manifest = json.load(file)
+        names = find_chunks(os.path.join(out, "chunk-*"))
+        self.assertEqual([os.path.basename(name) for name in names], [chunk["name"] for chunk in manifest["chunks"]])
+        self.assertEqual(len(os.listdir(out)), len(names) + 1)
+        chunks = []
+        for name, chunk in zip(names, manifest["chunks"]):
+            with (gzip.open if name.endswith(".gz") else open)(name, "rb") as file:
+                chunks.append(file.read())
+            self.assertEqual(chunk["num_bytes"], len(chunks[-1]))
+            self.assertEqual(chunk["num_lines"], len(chunks[-1].split(b"\n")) - chunks[-1].endswith(b"\n"))
+            self.assertEqual(chunk["file_size"], os.path.getsize(name))
+        self.assertEqual(manifest["num_chunks"], len(chunks))
+        self.assertEqual(manifest["num_lines"], sum(chunk["num_lines"] for chunk in manifest["chunks"]))
+        self.assertEqual(manifest["num_bytes"], sum(map(len, chunks)))
+        summary = "{} chunks with {} lines of {} bytes".format(
+            len(chunks), manifest["num_lines"], manifest["num_bytes"]
+        )
+        self.assertEqual(text.decode("utf-8").strip(), summary)
+        return chunks
+
+    def count(self, chunk):
+        return len(chunk.split(b"\n")) - (not chunk or chunk.endswith(b"\n"))
+
+    def test_chunks_of_a_number_of_lines_hold_the_bytes_of_the_input(self):
+        for number in [1, 80, 99, 100, 300, 400]:
+            with self.subTest(lines=number):
+                chunks = self.split("--lines", number)
+                self.assertEqual(b"".join(chunks), self.data)
+                expected = [number] * (300 // number) + [300 % number] * bool(300 % number)
+                self.assertEqual([self.count(chunk) for chunk in chunks], expected)
+                shutil.rmtree(self.out)
+
+    def test_chunks_of_a_number_of_bytes_are_as_full_as_lines_allow(self):
+        for size, number in [("1", 1), ("100", 100), ("5k", 5120), ("1M", 1 << 20)]:
+            with self.subTest(bytes=size):
+                chunks = self.split("--bytes", size)
+                self.assertEqual(b"".join(chunks), self.data)
+                for chunk, following in zip(chunks, chunks[1:] + [b""]):
+                    self.assertTrue(len(chunk) <= number or self.count(chunk) == 1)
+                    if following:
+                        self.assertGreater(len(chunk) + len(b"".join(following.partition(b"\n")[:2])), number)
+                shutil.rmtree(self.out)
+
+    def test_number_of_chunks_is_met_with_lines_that_differ_by_at_most_one(self):
+        for number in [1, 7, 300]:
+            with self.subTest(chunks=number):
+                chunks = self.split("--chunks", number)
+                self.assertEqual(b"".join(chunks), self.data)
+                expected = [300 // number + (i < 300 % number) for i in range(number)]
+                self.assertEqual([self.count(chunk) for chunk in chunks], expected)
+                shutil.rmtree(self.out)
+        self.assertFails(
+            "at most the number of lines, 300, got 301", "split", self.input, "--out", self.out, "--chunks", 301
+        )
+        self.assertEqual(os.listdir(self.own_folder), [])
+
+    def test_standard_input_gives_the_same_as_a_file(self):
+        for options in [["--lines", 80], ["--bytes", "4K"], ["--chunks", 7], ["--chunks", 7, "--shuffle"]]:
+            with self.subTest(options=options):
+                expected = self.split(*options)
+                shutil.rmtree(self.out)
+                with open(self.input, "rb") as file:
+                    with self.start("split", "-", "--out", self.out, *options, stdin=file) as process:
+                        text, err = process.stdout.read(), process.stderr.read()
+                self.assertEqual((process.returncode, err), (0, b""))
+                self.assertEqual(self.read_split(self.out, text), expected)
+                shutil.rmtree(self.out)
+
+    def test_the_same_input_gives_the_same_files(self):
+        for options in [[], ["--shuffle"], ["--plain"]]:
+            contents = []
+            for _ in range(2):
+                self.split("--lines", 60, *options)
+                files = {}
+                for name in sorted(os.listdir(self.out)):
+                    with open(os.path.join(self.out, name), "rb") as file:
+                        files[name] = file.read()
+                contents.append(files)
+                shutil.rmtree(self.out)
+            with self.subTest(options=options):
+                self.assertEqual(contents[0], contents[1])
+
+    def test_names_follow_the_first_input(self):
+        plain = os.path.join(self.folder, "plain")
+        with open(plain, "wb") as file:
+            file.write(self.data)
+        for path, options, name in [
+            (self.input, [], "chunk-00000.jsonl.gz"),
+            (self.input, ["--plain"], "chunk-00000.jsonl"),
+            (plain, [], "chunk-00000.txt.gz"),
+            (plain, ["--plain"], "chunk-00000.txt"),
+        ]:
+            with self.subTest(name=name):
+                self.assertEqual(self.split("--chunks", 1, *options, inputs=[path]), [self.data])
+                self.assertEqual(sorted(os.listdir(self.out)), [name, "manifest.json"])
+                shutil.rmtree(self.out)
+
+    def test_inputs_are_joined_in_the_order_given_without_joining_lines(self):
+        other = os.path.join(self.folder, "another")
+        with open(other, "wb") as file:
+            file.write(b"one\ntwo")
+        empty = os.path.join(self.folder, "empty")
+        open(empty, "wb").close()
+        for inputs, expected in [
+            ([self.input, other], self.data + b"\none\ntwo"),
+            ([other, self.input], b"one\ntwo\n" + self.data),
+            ([other, empty], b"one\ntwo"),
+            ([empty, other, empty, other], b"one\ntwo\none\ntwo"),
+        ]:
+            with self.subTest(inputs=inputs):
+                self.assertEqual(b"".join(self.split("--lines", 1000, inputs=inputs)), expected)
+                shutil.rmtree(self.out)
+        self.assertFails("there are no lines in ", "split", empty, "--out", self.out, "--lines", 1)
+
+    def test_shuffling_keeps_every_line_once_and_depends_on_the_seed(self):
+        orders = []
+        for memory, options in [(1 << 28, []), (1 << 28, ["--seed", 1]), (20000, []), (20000, []), (1, [])]:
+            with self.subTest(memory=memory, options=options):
+                with mock.patch.object(cli, "_SHUFFLE_MEMORY", memory), mock.patch.object(cli, "_PILE_BITS", 3):
+                    chunks = self.split("--chunks", 4, "--shuffle", *options)
+                order = b"".join(chunks).split(b"\n")
+                self.assertEqual(order.pop(), b"")
+                self.assertEqual(sorted(order), sorted(self.data.split(b"\n")))
+                orders.append(order)
+                shutil.rmtree(self.out)
+        self.assertEqual(orders[2], orders[3])
+        for i, j in [(0, 1), (0, 2), (2, 4)]:
+            self.assertNotEqual(orders[i], orders[j])
+        for order in orders:  # lines end up anywhere
+            places = [order.index(line.rstrip(b"\n")) for line in self.lines[10:110]]
+            self.assertLess(min(places), 60)
+            self.assertGreater(max(places), 240)
+
+    def test_every_order_is_equally_likely_also_through_temporary_files(self):
+        counts = collections.Counter()
+        for memory in [1 << 28, 1]:
+            for seed in range(300):
+                with mock.patch.object(cli, "_SHUFFLE_MEMORY", memory), mock.patch.object(cli, "_PILE_BITS", 1):
+                    runs = cli._shuffled_runs(iter([[b"a\n", b"b\n"], [b"c\n"]]), random.Random(seed), self.own_folder)
+                    counts[memory, b"".join(line for run in runs for line in run)] += 1
+        self.assertEqual(len(counts), 12)
+        for order, count in counts.items():
+            with self.subTest(order=order):
+                self.assertTrue(20 < count < 80, count)  # 50 with a deviation of 6.5
+
+    def test_folder_that_holds_something_is_refused_and_an_empty_one_taken(self):
+        os.mkdir(self.out)
+        self.assertEqual(b"".join(self.split("--lines", 1000)), self.data)
+        self.assertFails(
+            "--out must be a new or an empty folder, got .*out", "split", self.input, "--out", self.out, "--lines", 1
+        )
+        self.assertEqual(sorted(os.listdir(self.out)), ["chunk-00000.jsonl.gz", "manifest.json"])
+        file = os.path.join(self.own_folder, "file")
+        open(file, "wb").close()
+        self.assertFails("--out must be a new or an empty folder", "split", self.input, "--out", file, "--lines", 1)
+
+    def test_current_folder_and_mounts_are_refused(self):
+        with tempfile.TemporaryDirectory() as folder, mock.patch.object(os, "curdir", folder):
+            self.assertFails("can be replaced", "split", self.input, "--out", folder, "--lines", 1)
+            self.assertEqual(os.listdir(folder), [])
+        with mock.patch.object(os.path, "ismount", return_value=True):
+            self.assertFails("can be replaced", "split", self.input, "--out", self.out, "--lines", 1)
+
+    def test_missing_folders_above_are_made(self):
+        out = os.path.join(self.own_folder, "a", "b", "out")
+        self.assertEqual(b"".join(self.split("--lines", 1000, out=out)), self.data)
+
+    def test_damaged_input_is_an_error_and_leaves_nothing(self):
+        cut = os.path.join(self.folder, "cut.gz")
+        with open(self.input, "rb") as whole, open(cut, "wb") as file:
+            file.write(whole.read()[:-10])
+        for options in [[], ["--shuffle"]]:
+            with self.subTest(options=options):
+                self.assertFails(
+                    "^infinibatch: error: {}, line [0-9]+: .*too early".format(re.escape(cut)),
+                    "split",
+                    cut,
+                    "--out",
+                    self.out,
+                    "--lines",
+                    100,
+                    *options,
+                )
+                self.assertEqual(os.listdir(self.own_folder), [])
+
+    def test_bad_options_are_usage_errors(self):
+        cases = [
+            (["--lines", 0], "--lines: must be at least 1, got 0"),
+            (["--bytes", "0"], "--bytes: must be at least 1, got 0"),
+            (["--bytes", "12Q"], "--bytes: must be an integer, got '12Q'"),
+            (["--bytes", "M"], "--bytes: must be an integer, got ''"),
+            (["--chunks", -1], "--chunks: must be at least 1, got -1"),
+            ([], "one of the arguments --lines --bytes --chunks is required"),
+            (["--lines", 1, "--chunks", 1], "not allowed with"),
+            (["-", "-", "--lines", 1], "only once"),
+        ]
+        for options, pattern in cases:
+            with self.subTest(options=options):
+                self.assertFails(pattern, "split", self.input, *options, "--out", self.out, status=2)
+        self.assertFails("nowhere", "split", "nowhere-*", "--lines", 1, "--out", self.out)
+
+    def begin(self, *options):
+        """Start a run and wait until it has written chunks, but leave it without the rest of its input."""
+        rng = random.Random(8)
+        lines = b"".join(b"%0800x\n" % rng.getrandbits(3200) for _ in range(4000))
+        process = self.start("split", "-", "--out", self.out, *options, stdin=subprocess.PIPE)
+        process.stdin.write(lines)
+        process.stdin.flush()
+        hidden = os.path.join(self.own_folder, ".out.incomplete")
+        while "--shuffle" not in options and not (os.path.isdir(hidden) and len(os.listdir(hidden)) > 1):
+            self.assertIsNone(process.poll())
+        return process, lines
+
+    @unittest.skipUnless(POSIX, "needs signals")
+    def test_interrupted_run_leaves_nothing(self):
+        for number, status in [(signal.SIGINT, 130), (signal.SIGTERM, 143), (signal.SIGHUP, 129)]:
+            with self.subTest(signal=number):
+                process, _ = self.begin("--lines", 500)
+                process.send_signal(number)
+                _, err = process.communicate()
+                self.assertEqual((process.returncode, err), (status, b""))
+                self.assertEqual(os.listdir(self.own_folder), [])
+                self.assertEqual(b"".join(self.split("--lines", 1000)), self.data)
+                shutil.rmtree(self.out)
+
+    @unittest.skipUnless(POSIX, "needs signals")
+    def test_killed_run_leaves_nothing_that_looks_like_a_chunk_and_the_next_one_starts_anew(self):
+        process, _ = self.begin("--lines", 500)
+        process.kill()
+        process.communicate()
+        self.assertEqual(os.listdir(self.own_folder), [".out.incomplete"])
+        for pattern in ["*", "*/*", "**/*", "**/*.gz", "out/*"]:
+            with self.subTest(pattern=pattern), self.assertRaises(FileNotFoundError):
+                find_chunks(os.path.join(self.own_folder, pattern))
+        self.assertEqual(b"".join(self.split("--lines", 1000)), self.data)
+
+    @unittest.skipUnless(POSIX, "needs locks")
+    def test_second_run_at_once_is_refused_and_does_not_disturb_the_first(self):
+        process, lines = self.begin("--lines", 500)
+        self.assertFails("another run is at work", "split", self.input, "--out", self.out, "--lines", 1)
+        text, err = process.communicate()
+        self.assertEqual((process.returncode, err), (0, b""))
+        self.assertEqual(b"".join(self.read_split(self.out, text)), lines)
+
+    def test_chunks_are_those_that_stream_reads(self):
+        self.split("--lines", 10, inputs=self.paths)
+        status, out, err = self.run_command("stream", os.path.join(self.out, "chunk-*"))
+        self.assertEqual((status, err), (0, ""))
+        self.assertEqual(sorted(out.decode("utf-8").split("\n")[:-1]), sorted(self.corpus))
 
 
 class TestDemo(CommandTestCase):

@@ -8,6 +8,7 @@ import importlib
 import lzma
 import os
 import pathlib
+import pickle
 import random
 import re
 import sys
@@ -19,7 +20,9 @@ import zlib
 from unittest import mock
 
 from infinibatch import readers
-from infinibatch.readers import find_chunks, read_lines
+from infinibatch.iterators import NativeCheckpointableIterator, ParallelSelectManyIterator, SelectManyIterator
+from infinibatch.readers import find_chunks, read_lines, skip_errors
+from infinibatch.testing import check_iterator
 
 try:
     zstandard = importlib.import_module("zstandard")
@@ -348,6 +351,12 @@ class TestDamagedFiles(ReaderTestCase):
                 self.assertEqual(lines, ["é", "€", "𝄞"])
                 self.assertRegex(str(error), "line 4: 0xff is not utf-8")
 
+    def test_byte_order_mark_is_taken_before_undecodable_bytes_too(self):
+        path = self.write(codecs.BOM_UTF8 + b"a\nb\xff\n")
+        lines, error = self.read_until_error(path, ValueError, encoding="utf-8-sig")
+        self.assertEqual(lines, ["a"])
+        self.assertRegex(str(error), re.escape(path) + ", line 2: 0xff is not utf-8-sig")
+
     def test_utf_16_without_its_byte_order_mark_names_the_file(self):
         path = self.write("a\n".encode("utf-16-be"))
         error = self.read_until_error(path, ValueError, encoding="utf-16")[1]
@@ -416,6 +425,155 @@ class TestReadLinesArguments(unittest.TestCase):
             read_lines(3)
         with self.assertRaisesRegex(ValueError, "encoding must be .*, got 'klingon'"):
             read_lines("chunk", encoding="klingon")
+
+
+class TestSkipErrors(ReaderTestCase):
+    """What skip_errors makes of a reader whose chunks are lists: items, or an error to be raised."""
+
+    def read(self, chunk):
+        for item in chunk:
+            if isinstance(item, BaseException):
+                raise item
+            yield item
+
+    def test_items_before_the_damage_come_then_the_chunk_ends(self):
+        for number in [0, 1, 2, 3, 100, 5000]:
+            with self.subTest(number=number):
+                reports = []
+                chunk = list(range(number)) + [ValueError("bad %s"), 7]
+                self.assertEqual(list(skip_errors(self.read, reports.append)(chunk)), list(range(number)))
+                self.assertEqual(reports, ["{}: skipped from item {} on, ValueError: bad %s".format(chunk, number)])
+
+    def test_chunk_without_damage_is_not_changed(self):
+        items = [[], ["a"], [None] * 3000, iter("abc"), (), range(10), {1: 2}]
+        for chunk in items:
+            with self.subTest(chunk=repr(chunk)[:30]):
+                expected = "abc" if chunk is items[3] else chunk
+                read = skip_errors(lambda chunk: chunk, self.fail)
+                self.assertEqual(list(read(chunk)), list(expected))
+
+    def test_lists_are_handed_on_so_that_they_can_be_entered_anywhere(self):
+        for chunk in [[1, 2], (1, 2)]:
+            self.assertIs(skip_errors(lambda chunk: chunk)(chunk), chunk)
+
+    def test_error_before_the_first_item_is_damage_too(self):
+        def read(chunk):
+            raise FileNotFoundError(2, "No such file or directory", chunk)
+
+        reports = []
+        self.assertEqual(list(skip_errors(read, reports.append)("part-1")), [])
+        self.assertRegex(reports[0], "part-1: skipped from item 0 on, FileNotFoundError: .*No such file")
+        self.assertEqual(list(skip_errors(len, reports.append)("part-2")), [])  # whose result is no iterable
+        self.assertRegex(reports[1], "part-2: skipped from item 0 on, TypeError: ")
+
+    def test_what_is_no_damage_passes(self):
+        errors = [
+            KeyboardInterrupt(),
+            SystemExit(1),
+            MemoryError(),
+            ImportError("no module"),
+            ModuleNotFoundError("no module"),
+            NameError("misspelled"),
+            UnboundLocalError("misspelled"),
+            OSError(24, "Too many open files"),
+            OSError(12, "Cannot allocate memory"),
+        ]
+        for error in errors:
+            for before in [0, 3]:
+                with self.subTest(error=error, before=before):
+                    items = skip_errors(self.read, self.fail)(list(range(before)) + [error])
+                    read = []
+                    with self.assertRaises(type(error)) as caught:
+                        for item in items:
+                            read.append(item)
+                    self.assertIs(caught.exception, error)
+                    self.assertEqual(read, list(range(before)) if isinstance(error, Exception) else read)
+
+            def fail(chunk, error=error):
+                raise error
+
+            with self.subTest(error=error), self.assertRaises(type(error)):
+                skip_errors(fail, self.fail)(1)
+
+    def test_stop_iteration_of_a_reader_is_no_end(self):
+        def read(chunk):
+            raise StopIteration(chunk)
+
+        items = SelectManyIterator(NativeCheckpointableIterator([1]), skip_errors(read, self.fail))
+        with self.assertRaisesRegex(RuntimeError, "StopIteration"):
+            next(items)
+
+    def test_damage_is_logged_as_a_warning_by_default(self):
+        path = self.write(gzip.compress(b"a\nb\n")[:-10], "cut.gz")
+        with self.assertLogs("infinibatch.readers", "WARNING") as logs:
+            lines = list(skip_errors(read_lines)(path))
+        self.assertEqual(len(logs.output), 1)
+        pattern = re.escape(path) + ": skipped from item {0} on, ValueError: {1}, line {2}: the gzip data end too early"
+        self.assertRegex(logs.output[0], pattern.format(len(lines), re.escape(path), len(lines) + 1))
+
+    def test_resume_around_damage_is_exact(self):
+        for name, compress in COMPRESS.items():
+            if name == "plain":
+                continue
+            with self.subTest(compression=name):
+                paths = []
+                for chunk in "abc":
+                    lines = "".join("{}{}\n".format(chunk, number) for number in range(12)).encode("utf-8")
+                    data = compress(lines)
+                    paths.append(self.write(data[:-10] if chunk == "b" else data, "{}.{}".format(chunk, name)))
+                reports = []
+
+                def make(paths=paths, reports=reports):
+                    read = skip_errors(read_lines, reports.append)
+                    return SelectManyIterator(NativeCheckpointableIterator(paths), read)
+
+                items = list(make())
+                self.assertEqual(len(reports), 1)
+                self.assertIn(paths[1], reports[0])
+                self.assertEqual(items[:12], ["a{}".format(number) for number in range(12)])
+                self.assertEqual(items[-12:], ["c{}".format(number) for number in range(12)])
+                middle = items[12:-12]
+                self.assertEqual(middle, ["b{}".format(number) for number in range(12)][: len(middle)])
+                check_iterator(make, items)
+
+    def test_reader_of_other_processes_skips_too(self):
+        paths = [self.write(data, name) for name, data in [("a", b"1\n"), ("b", b"2\n\xff\n"), ("c", b"3\n")]]
+        read = skip_errors(read_lines, len)
+        with ParallelSelectManyIterator(NativeCheckpointableIterator(paths), read, 2) as lines:
+            self.assertEqual(list(lines), ["1", "2", "3"])
+
+    def test_it_can_be_pickled(self):
+        path = self.write(b"1\n\xff\n")
+        read = pickle.loads(pickle.dumps(skip_errors(read_lines, len)))
+        self.assertEqual(list(read(path)), ["1"])
+
+    def test_items_are_not_asked_for_long_before_they_are_needed(self):
+        asked = []
+
+        def read(chunk):
+            for number in range(100000):
+                asked.append(number)
+                yield number
+
+        items = iter(skip_errors(read)("chunk"))
+        next(items)
+        self.assertEqual(len(asked), 1)
+        for number in range(1, 1500):
+            self.assertEqual(next(items), number)
+            self.assertLessEqual(len(asked) - number, 1000)
+
+    def test_error_of_the_log_function_is_raised(self):
+        def log(text):
+            raise ArithmeticError("disk full")
+
+        with self.assertRaisesRegex(ArithmeticError, "disk full"):
+            list(skip_errors(self.read, log)([1, ValueError("bad")]))
+
+    def test_bad_arguments_are_refused(self):
+        with self.assertRaisesRegex(TypeError, "read_chunk_fn must be callable, got 'x'"):
+            skip_errors("x")
+        with self.assertRaisesRegex(TypeError, "log must be callable, got 3"):
+            skip_errors(read_lines, 3)
 
 
 class TestFindChunks(ReaderTestCase):
