@@ -230,12 +230,17 @@ class Keyed:
     A seed for random stages whose checkpoints hold a few integers instead of a generator's state of 625 words.
 
     Permutation, block or window number k of a stage is drawn from a generator of its own. That is
-    `random.Random(int.from_bytes(sha256(repr((seed, number, scope, k)).encode()).digest(), "big"))`, where `number` is
-    the number of random stages below the stage (in a tree, of all that come before it), and `scope` says for which
-    instances the sources below deal out their items. So stages with one seed do not repeat each other, nor do the
-    instances; stages without randomness and processes change nothing; and any position is reached without those
-    before. Stages that draw for each item (`SamplingRandomMapIterator`, `BufferedShuffleIterator`, `RandomIterator`,
-    `MixIterator`) pay some microseconds an item for it.
+    `random.Random(int.from_bytes(sha256(ascii((seed, number, scope, k)).encode()).digest(), "big"))`, where `number` is
+    the number of stages with a `Keyed` seed below the stage (in a tree, of all that come before it), and `scope` the
+    list of `(num_instances, instance_rank)` of the sources below that deal out their items to more than one instance,
+    and of `(num_shards, num_instances, instance_rank)` of a `ShardedIterator` below. In a shard it is
+    `[(num_shards, shard)]`, save that sources which deal out a permutation all draw the same one. So stages with one
+    seed do not repeat each other, nor do instances and shards; stages without randomness and processes change nothing;
+    and any position is reached without those before. Stages that draw for each item (`SamplingRandomMapIterator`,
+    `BufferedShuffleIterator`, `RandomIterator`, `MixIterator`) pay some microseconds an item for it.
+
+    A checkpoint holds k and a checksum of the rest: other than with the generator of a plain seed, the pipeline that it
+    is restored into needs the same seed, and refuses it otherwise.
 
     Args:
         seed: an int, float, str or bytes.
@@ -247,13 +252,15 @@ class Keyed:
     >>> list(items)
     [0, 2, 1, 5, 4, 3]
     >>> items.getstate()["source_state"]["recurrent_state"]
-    2
+    (2, 1780064756)
     """
 
     def __init__(self, seed: Any) -> None:
-        if seed is None:
-            raise TypeError("seed must be an int, float, str or bytes, got None")
-        self.seed = _seed(seed)
+        if seed is None or isinstance(seed, Keyed):
+            raise TypeError("seed must be an int, float, str or bytes, got {!r}".format(seed))
+        # Exactly of these types, whose text is the same everywhere: True, or a number of NumPy, has another one.
+        seed = _seed(seed)
+        self.seed = seed[:] if isinstance(seed, (str, bytes)) else float(seed) if isinstance(seed, float) else int(seed)
 
     def __repr__(self) -> str:
         return "Keyed({!r})".format(self.seed)
@@ -268,20 +275,29 @@ class Keyed:
 class _StageKey(Keyed):
     """The seed of one stage. What is added to a tree later may change its number: see `_number_keys`."""
 
+    used = False
+
     def __init__(self, seed: Any, inputs: Sequence["_Stage[Any]"]) -> None:
         super().__init__(seed)
         self.number = len(_keys_of(inputs))
-        self.scope: List[Tuple[int, int]] = [
-            (stage._num_instances, stage._instance_rank)
-            for stage in _all_stages(inputs)
-            if isinstance(stage, _ListSource) and stage._num_instances > 1
-        ]
+        self.scope: List[Tuple[int, ...]] = []
+        for stage in _all_stages(inputs):
+            if isinstance(stage, _ListSource) and stage._num_instances > 1:
+                self.scope.append((stage._num_instances, stage._instance_rank))
+            elif isinstance(stage, ShardedIterator):
+                self.scope.append((stage._num_shards, stage._num_instances, stage._instance_rank))
 
     def generator(self, position: int) -> random.Random:
         import hashlib
 
-        name = repr((self.seed, self.number, self.scope, position))
-        return random.Random(int.from_bytes(hashlib.sha256(name.encode("utf-8", "surrogatepass")).digest(), "big"))
+        self.used = True
+        name = ascii((self.seed, self.number, self.scope, position))
+        return random.Random(int.from_bytes(hashlib.sha256(name.encode("ascii")).digest(), "big"))
+
+    def checksum(self) -> int:
+        import zlib
+
+        return zlib.crc32(ascii((self.seed, self.number, self.scope)).encode("ascii"))
 
 
 class _Generators:
@@ -290,11 +306,11 @@ class _Generators:
     def __init__(self, key: _StageKey, position: int) -> None:
         self._key, self._position = key, position
 
-    def getstate(self) -> int:
-        return self._position
+    def getstate(self) -> Tuple[int, int]:
+        return self._position, self._key.checksum()
 
-    def setstate(self, position: int) -> None:
-        self._position = position
+    def setstate(self, state: Tuple[int, int]) -> None:
+        self._position = state[0]
 
     def next(self) -> random.Random:
         self._position += 1
@@ -334,6 +350,8 @@ def _keys_of(stages: Sequence[Any]) -> List[_StageKey]:
 def _number_keys(inputs: Sequence["_Stage[Any]"]) -> None:
     """Number the random stages of a tree, where several sources come together."""
     for number, key in enumerate(_keys_of(inputs)):
+        if key.used and key.number != number:
+            raise ValueError("sources with Keyed seeds must be fresh when they come together, one has been read")
         key.number = number
 
 
@@ -394,7 +412,12 @@ def _random_state(stage: Any, key: str, value: Any) -> Any:
     if value is None:
         return None
     if isinstance(stage._seed, _StageKey):
-        return _count(stage, key, value)
+        if not isinstance(value, (list, tuple)) or len(value) != 2:
+            raise _unfit(stage, key, "what a Keyed seed leaves, a position and a checksum", value)
+        position = _count(stage, key, value[0])
+        if value[1] != stage._seed.checksum():
+            raise _unfit(stage, key, "of the same Keyed seed and as many random stages before this one", value)
+        return position, value[1]
     try:
         version, words, gauss_next = value
         state = (version, tuple(words), gauss_next)
@@ -409,7 +432,7 @@ def _random_state(stage: Any, key: str, value: Any) -> Any:
 def _generator(seed: Any, state: Any) -> Any:
     """Return a generator in the given state, or as seeded where that is None."""
     if isinstance(seed, _StageKey):
-        return _Generators(seed, state or 0)
+        return _Generators(seed, 0 if state is None else state[0])
     generator = random.Random(seed)
     if state is not None:
         generator.setstate(state)
@@ -875,10 +898,13 @@ class _RunIterator(_Stage[T]):
         while len(out) == length:
             left = self._rest.__length_hint__()
             if left:
-                position = len(self._run) - left
-                out += self._run[position : position + n]
-                self._seek(min(position + n, len(self._run)))
-            elif self._stream is not None:
+                run = self._run
+                position = len(run) - left
+                out += run[position : position + n]
+                self._rest = iter(run)
+                self._rest.__setstate__(position + min(n, left))
+                return
+            if self._stream is not None:
                 try:
                     out.extend(islice(self._stream, n))
                 except BaseException:
@@ -1155,6 +1181,12 @@ class _ListSource(_RunIterator[T]):
             "digest": self._digest,
         }
 
+    def _share_list(self, other: "_ListSource[T]") -> None:
+        """Hold the list of another source, if it is the same: of many shards, one list is in memory, digested once."""
+        here, there = self._source_items, other._source_items
+        if len(here) == len(there) and all(map(operator.is_, here, there)):
+            self._source_items, self._digest = there, other._origin()["digest"]
+
     def _warn_if_idle(self, number: int) -> None:
         if number <= self._instance_rank:
             logger.info("instance %d of %d gets none of %d items", self._instance_rank, self._num_instances, number)
@@ -1166,7 +1198,7 @@ class _ListSource(_RunIterator[T]):
         for key, there in zip(here, _keys(self, checkpoint["source"], *here)):
             if there != here[key]:
                 raise ValueError(
-                    "the checkpoint of {} does not fit: it was made with {}, here it is {}".format(
+                    "the checkpoint of {} does not fit: it was made with {}, here it is {}{}".format(
                         type(self).__name__,
                         {
                             "length": "a list of {} items",
@@ -1175,6 +1207,7 @@ class _ListSource(_RunIterator[T]):
                             "digest": "a list of items with other names (digest {})",
                         }[key].format(there),
                         here[key],
+                        "; only a ShardedIterator goes on with another number" if key == "num_instances" else "",
                     )
                 )
 
@@ -2190,10 +2223,12 @@ class FixedBatchIterator(_ReplayIterator[List[T]]):
     def __next__(self) -> List[T]:
         if not self._left:
             self._prepare()
-        _gather(self._source, self._batch, self._batch_size)
         batch = self._batch
-        if not batch:
-            raise StopIteration
+        self._source._fill(batch, self._batch_size - len(batch))
+        if len(batch) < self._batch_size:
+            _gather(self._source, batch, self._batch_size)
+            if not batch:
+                raise StopIteration
         self._batch = []
         self._left -= 1
         return batch
@@ -3683,43 +3718,64 @@ class _Shards(_Stage[Tuple[int, Any, Any, bool]]):
     """
 
     _EVERY = 16
+    _closed = False
+    _pipelines: Dict[int, _Stage[Any]]
     _positioned = False
-    _transient: Tuple[str, ...] = ("_states", "_pipelines", "_queue")
+    _transient: Tuple[str, ...] = ("_states", "_queue", "_pipelines", "_standing")
 
     def __init__(self, make_shard: Callable[[int, int], Any], num_shards: int, shards: Sequence[int]) -> None:
         self._make_shard, self._num_shards, self._shards = make_shard, num_shards, list(shards)
         self.setstate(None)
 
     def _parse(self, checkpoint: Any) -> Tuple[Any, ...]:
-        return ({} if checkpoint is None else checkpoint,)
+        states: Checkpoint = {} if checkpoint is None else checkpoint
+        for shard in self._shards:
+            if str(shard) in states and states[str(shard)]["state"] is not None:
+                self._pipeline(shard)._parse(states[str(shard)]["state"])
+        return (states,)
 
     def _restore(self, states: Checkpoint) -> None:
-        self.close()
-        self._states: Dict[int, Checkpoint] = {
-            shard: states.get(str(shard), {"num_served": 0, "ended": False, "state": None}) for shard in self._shards
-        }
-        self._states = {shard: dict(state) for shard, state in self._states.items()}
-        self._pipelines: Dict[int, _Stage[Any]] = {}  # those that were built: each when it is first asked
-        self._queue = [
-            (state["num_served"], shard) for shard, state in self._states.items() if not state["ended"]
-        ]  # a heap
+        new = {"num_served": 0, "ended": False, "state": None}
+        self._states: Dict[int, Checkpoint] = {shard: dict(states.get(str(shard), new)) for shard in self._shards}
+        # A heap of the shards that have not ended: number of items served, shard.
+        self._queue = [(state["num_served"], shard) for shard, state in self._states.items() if not state["ended"]]
         heapify(self._queue)
+        self._standing: Set[int] = set()  # the shards whose pipeline stands where it should
 
     def _save(self) -> Checkpoint:
         return {str(shard): dict(state, state=_copied(state["state"])) for shard, state in self._states.items()}
 
     def _pipeline(self, shard: int) -> _Stage[Any]:
-        if shard not in self._pipelines:
+        """Return the pipeline of a shard, built when it is first asked for."""
+        pipelines = self.__dict__.setdefault("_pipelines", {})
+        if shard not in pipelines:
             pipeline = _adopt(self._make_shard(self._num_shards, shard), "what make_shard returns")
-            for stage in _all_stages([pipeline]):
+            stages = list(_all_stages([pipeline]))
+            for stage in stages:
                 key = stage.__dict__.get("_seed")
-                if isinstance(key, _StageKey) and not isinstance(stage, _ListSource):
+                if isinstance(key, _StageKey) and not (isinstance(stage, _ListSource) and stage._num_instances > 1):
                     key.scope = [(self._num_shards, shard)]
+            for first in list(pipelines.values())[:1]:
+                for stage, other in zip(stages, _all_stages([first])):
+                    if isinstance(stage, _ListSource) and isinstance(other, _ListSource):
+                        stage._share_list(other)
+            if self._closed:
+                pipeline.close()
+            pipelines.setdefault(shard, pipeline)  # where a worker is a thread, it may have been faster
+        return self._pipelines[shard]
+
+    def _ready(self, shard: int) -> _Stage[Any]:
+        """Return the pipeline of a shard at its position."""
+        pipeline = self._pipeline(shard)
+        if shard not in self._standing:
             state = self._states[shard]
             pipeline.setstate(state["state"])
-            _pass_over(pipeline, state["num_served"] % self._EVERY)
-            self._pipelines[shard] = pipeline
-        return self._pipelines[shard]
+            behind = state["num_served"] % self._EVERY
+            passed = pipeline._skip(behind)
+            if passed < behind:
+                raise _beyond(pipeline, behind, passed)
+            self._standing.add(shard)
+        return pipeline
 
     def _step(self) -> Tuple[int, Any, Any, bool]:
         if not self._queue:
@@ -3727,12 +3783,13 @@ class _Shards(_Stage[Tuple[int, Any, Any, bool]]):
         _, shard = self._queue[0]
         state = self._states[shard]
         items: List[Any] = []
-        pipeline = self._pipeline(shard)
+        pipeline = self._ready(shard)
         pipeline._fill(items, 1)
         if not items:
+            pipeline.close()
+            del self._pipelines[shard]
             heappop(self._queue)
             state.update(ended=True, state=None)
-            self._pipelines.pop(shard).close()
             return shard, None, None, True
         number = state["num_served"] + 1
         mark = None
@@ -3749,9 +3806,9 @@ class _Shards(_Stage[Tuple[int, Any, Any, bool]]):
     __next__ = _step
 
     def close(self) -> None:
-        for pipeline in self.__dict__.pop("_pipelines", {}).values():
+        self._closed = True
+        for pipeline in list(self.__dict__.get("_pipelines", {}).values()):
             pipeline.close()
-        self._pipelines = {}
 
 
 class ShardedIterator(_ReplayIterator[T]):
@@ -3778,8 +3835,9 @@ class ShardedIterator(_ReplayIterator[T]):
         start: how processes start, see `PrefetchIterator`.
 
     Raises:
-        ValueError: a number is out of range; from `setstate()`, the checkpoint has another number of shards or lacks
-            some that this rank serves; from `next()`, a shard's state does not fit.
+        ValueError: a number is out of range; from `setstate()`, the checkpoint has another number of shards, lacks
+            some that this rank serves, or has the state of one that does not fit; from `next()`, `make_shard` returned
+            no `CheckpointableIterator`.
         TypeError: `make_shard` is not callable.
 
     >>> def make_shard(num_shards, shard):
@@ -3815,6 +3873,8 @@ class ShardedIterator(_ReplayIterator[T]):
         self._num_processes = _integer("num_processes", num_processes, 0)
         self._start_method = _checked_start(start)
         self._shards = list(range(self._instance_rank, self._num_shards, self._num_instances))
+        if not self._shards:
+            logger.warning("instance %d of %d serves none of %d shards", instance_rank, num_instances, num_shards)
         number = max(min(self._num_processes, len(self._shards)), 1)
         groups = [_Shards(make_shard, self._num_shards, self._shards[i::number]) for i in range(number)]
         self._inputs = tuple(groups)
@@ -3825,35 +3885,55 @@ class ShardedIterator(_ReplayIterator[T]):
     def _parse(self, checkpoint: Any) -> Tuple[Any, ...]:
         if checkpoint is None:
             return ({},)
+        if isinstance(checkpoint, dict) and "shards" not in checkpoint:
+            raise ValueError(
+                "the checkpoint of {} lacks the key 'shards': it is of a pipeline without shards, and goes on only in "
+                "such a one, with the num_instances that it was saved with".format(type(self).__name__)
+            )
         number, states = _keys(self, checkpoint, "num_shards", "shards")
         if number != self._num_shards:
-            raise _unfit(self, "num_shards", "{}, as in this pipeline".format(self._num_shards), number)
+            rule = "{}, as in this pipeline (a run keeps its number of shards)".format(self._num_shards)
+            raise _unfit(self, "num_shards", rule, number)
         if not isinstance(states, dict):
             raise _unfit(self, "shards", "a dict", states)
         missing = [shard for shard in self._shards if str(shard) not in states]
         if missing:
             raise ValueError(
-                "the checkpoint of ShardedIterator lacks the shards {}: merge the states of all ranks".format(
-                    ", ".join(map(str, missing))
+                "the checkpoint of {} lacks {} of the {} shards of this instance ({}): merge the states of all "
+                "instances".format(
+                    type(self).__name__, len(missing), len(self._shards), ", ".join(map(str, missing))
                 )
             )
         found = {}
         for shard in self._shards:
             served, ended, state = _keys(self, states[str(shard)], "num_served", "ended", "state")
-            _count(self, "num_served", served)
-            found[str(shard)] = {"num_served": served, "ended": bool(ended), "state": state}
+            if type(ended) is not bool:
+                raise _unfit(self, "ended", "true or false", ended)
+            if state is None and not ended and _count(self, "num_served", served) >= _Shards._EVERY:
+                raise _unfit(self, "state", "that of a shard that has served {} items".format(served), state)
+            served = _count(self, "num_served", served)
+            # Copied, since it is needed when the shard is asked, and the caller may have changed it by then.
+            found[str(shard)] = {"num_served": served, "ended": ended, "state": _copied(state)}
+        for group, own in zip(self._inputs, self._dealt(found)):
+            group._parse(own)
         return (found,)
 
+    def _dealt(self, states: Checkpoint) -> List[Checkpoint]:
+        """Return for each group its shards' part of the states."""
+        parts = [
+            {str(shard): states[str(shard)] for shard in self._shards[i :: len(self._inputs)] if str(shard) in states}
+            for i in range(len(self._inputs))
+        ]
+        return [{"source_state": part, "item_offset": 0} for part in parts] if self._num_processes else parts
+
     def _move(self, states: Checkpoint) -> None:
-        number = len(self._inputs)
-        for i, group in enumerate(self._inputs):
-            own = {str(shard): states[str(shard)] for shard in self._shards[i::number] if str(shard) in states}
-            group.setstate({"source_state": own, "item_offset": 0} if self._num_processes else own)
+        for group, own in zip(self._inputs, self._dealt(states)):
+            group.setstate(own)
         new = {"num_served": 0, "ended": False, "state": None}
         self._states = {shard: dict(states.get(str(shard), new)) for shard in self._shards}
         # A heap of the shards that have not ended: number of items served, shard, index of its group.
         self._queue = [
-            (self._states[shard]["num_served"], shard, i % number)
+            (self._states[shard]["num_served"], shard, i % len(self._inputs))
             for i, shard in enumerate(self._shards)
             if not self._states[shard]["ended"]
         ]

@@ -796,8 +796,8 @@ class ListSource:
             ((["a", "b"],), (["a", "c"],), "a list of items with other names"),
             ((["a", "b"],), (["b", "a"],), "a list of items with other names"),
             ((["x/a", "x/b"],), (["x/a", "x/c"],), "a list of items with other names"),
-            ((["a", "b"], 2, 0), (["a", "b"], 4, 0), "num_instances = 2, here it is 4"),
-            (([1, 2], 1, 0), ([1, 2], 2, 1), "num_instances = 1, here it is 2"),
+            ((["a", "b"], 2, 0), (["a", "b"], 4, 0), "num_instances = 2, here it is 4.*ShardedIterator"),
+            (([1, 2], 1, 0), ([1, 2], 2, 1), "num_instances = 1, here it is 2.*ShardedIterator"),
             (([1, 2], 2, 0), ([1, 2], 2, 1), "instance_rank = 0, here it is 1"),
         ):
             for position in (0, 1):
@@ -1669,6 +1669,16 @@ class TestWindowedIterator(Contract, unittest.TestCase):
             self.assertEqual(state["source_state"]["num_items_yielded"] + state["item_index"], position)
             next(iterator)
 
+    def test_position_beyond_the_end_is_an_error_at_each_next(self):
+        for make in (Native, Again, Own):
+            iterator = its.WindowedIterator(make(range(8)) if make is not Again else Native(Again(range(8))), 3)
+            state = skip(iterator, 1).getstate()
+            iterator.setstate(dict(state, item_index=9))
+            for _ in range(2):
+                self.assertRaisesRegex(RuntimeError, "beyond the end.*9 items, it has 8", next, iterator)
+            iterator.setstate(state)
+            self.assertEqual(list(iterator), windows(range(8), 3)[1:])
+
     def test_restoring_reads_no_more_than_a_run(self):
         for iterable in (Recorded(range(30000)), Again(range(30000))):
             iterator = its.WindowedIterator(Native(iterable), 3)
@@ -1994,6 +2004,17 @@ class TestPrefetchIterator(Contract, unittest.TestCase):
             self.assertEqual(first.getstate(), second.getstate())
             self.assertEqual(next(first), next(second))
 
+    def test_position_beyond_the_end_is_an_error_at_each_next(self):
+        iterator = self.build()
+        for offset in (8, 99):
+            iterator.setstate({"source_state": None, "item_offset": offset})
+            for _ in range(2):
+                self.assertRaisesRegex(
+                    RuntimeError, "beyond the end.*{} items, it has 7".format(offset), next, iterator
+                )
+        iterator.setstate(None)
+        self.assertEqual(list(iterator), self.items)
+
     def test_options_of_0_1_1_are_accepted(self):
         with its.PrefetchIterator(Native("ab"), 1, True, True) as iterator:
             self.assertEqual(list(iterator), ["a", "b"])
@@ -2247,6 +2268,55 @@ class TestUsersOwnClasses(unittest.TestCase):
                 for checkpoint in (first, None):
                     iterator.setstate(checkpoint)
                     self.assertEqual(iterator.getstate(), first)
+
+
+class TestTrees(unittest.TestCase):
+    """A checkpoint with something wrong deep in one branch must move no other branch."""
+
+    stages = {
+        "native": lambda source: source,
+        "map": lambda source: its.MapIterator(source, abs),
+        "own map": lambda source: Shouting(source, str),
+        "filter": lambda source: its.FilterIterator(source, bool),
+        "flat": lambda source: its.SelectManyIterator(source, lambda item: [item]),
+        "sum": lambda source: its.RecurrentIterator(source, lambda state, item: (state + 1, item), 0),
+        "sampling": lambda source: its.SamplingRandomMapIterator(source, lambda generator, item: item),
+        "blocks": lambda source: its.BlockwiseShuffleIterator(source, 3),
+        "buffer": lambda source: its.BufferedShuffleIterator(source, 3),
+        "batches": lambda source: its.FixedBatchIterator(source, 2),
+        "windows": lambda source: its.WindowedIterator(source, 2),
+        "buckets": lambda source: its.BucketedReadaheadBatchIterator(source, 4, None, 2),
+        "zip": lambda source: its.ZipIterator(source, its.RandomIterator()),
+        "multiplex": lambda source: its.MultiplexIterator(Native([0] * 8), [source]),
+        "mix": lambda source: its.MixIterator([source, its.RandomIterator()]),
+        "chain": lambda source: its.ChainIterator(source, its.RandomIterator()),
+        "pack": lambda source: its.PackIterator(its.MapIterator(source, lambda item: [item]), 2),
+        "take": lambda source: its.TakeIterator(source, 6),
+        "enumerate": its.EnumerateIterator,
+        "prefetch": lambda source: its.PrefetchIterator(source, 3),
+        "parallel": lambda source: its.ParallelMapIterator(source, abs, 1, 2),
+        "parallel flat": lambda source: its.ParallelSelectManyIterator(source, lambda item: [item], 1),
+    }
+
+    def test_damage_deep_in_one_branch_moves_no_other(self):
+        for name, stage in self.stages.items():
+            for make in (its.ZipIterator, self.multiplexed):
+                with make(Native(range(9)), stage(Native(range(10, 18)))) as tree:
+                    next(tree)
+                    state = tree.getstate()
+                    next(tree)
+                    before = tree.getstate()
+                    paths = [path for path, _ in nodes(state) if path[-1] == "num_items_yielded" and path[1] == 1]
+                    self.assertTrue(paths)
+                    for path in paths:
+                        with self.subTest(name, make=make, path=path):
+                            for wrong in ("x", -1):
+                                damaged = replaced(state, path, wrong)
+                                self.assertRaisesRegex(ValueError, "num_items_yielded", tree.setstate, damaged)
+                                self.assertEqual(tree.getstate(), before)
+
+    def multiplexed(self, *sources):
+        return its.MultiplexIterator(Native([0, 1] * 5), sources)
 
 
 class TestInterrupts(unittest.TestCase):
