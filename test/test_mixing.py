@@ -103,7 +103,9 @@ class TestFilterIterator(common.Contract, unittest.TestCase):
             lambda source: its.FixedBatchIterator(source, 3),
             lambda source: its.BufferedShuffleIterator(source, 4),
             lambda source: its.MultiplexIterator(Native([0, 0, 1] * 9), [source, Native(range(50, 60))]),
-            lambda source: its.ZipIterator(its.PackIterator(its.MapIterator(source, lambda n: [n, n]), 3), Native("abc" * 9)),
+            lambda source: its.ZipIterator(
+                its.PackIterator(its.MapIterator(source, lambda n: [n, n]), 3), Native("abc" * 9)
+            ),
             lambda source: its.SamplingRandomMapIterator(source, lambda r, n: n + r.random()),
         ]
         for number, kind in enumerate(kinds):
@@ -142,7 +144,7 @@ class TestTakeIterator(common.Contract, unittest.TestCase):
 
     def test_any_number_of_items_is_taken(self):
         for length in (0, 1, 5):
-            for number in (1, 4, 5, 6, 10 ** 30):
+            for number in (1, 4, 5, 6, 10**30):
                 with self.subTest(length=length, number=number):
                     check_iterator(partial(over, its.TakeIterator, range(length), number), range(min(length, number)))
 
@@ -154,7 +156,9 @@ class TestTakeIterator(common.Contract, unittest.TestCase):
         self.assertEqual(source.n, 3)
 
     def test_endless_source_ends(self):
-        make = lambda: its.TakeIterator(its.InfinitePermutationSourceIterator(range(3), seed=its.Keyed(1)), 8)
+        def make():
+            return its.TakeIterator(its.InfinitePermutationSourceIterator(range(3), seed=its.Keyed(1)), 8)
+
         check_iterator(make)
         self.assertEqual(sorted(list(make())[:6]), [0, 0, 1, 1, 2, 2])
 
@@ -166,7 +170,7 @@ class TestTakeIterator(common.Contract, unittest.TestCase):
     def test_state_of_more_items_than_are_taken_is_refused(self):
         state = skip(over(its.TakeIterator, range(9), 8), 5).getstate()
         iterator = skip(over(its.TakeIterator, range(9), 4), 1)
-        with self.assertRaisesRegex(ValueError, "TakeIterator does not fit: 'num_items_yielded' must be .* num_items = 4"):
+        with self.assertRaisesRegex(ValueError, "TakeIterator does not fit: 'num_items_yielded' .* num_items = 4"):
             iterator.setstate(state)
         self.assertEqual(list(iterator), [1, 2, 3])
 
@@ -234,7 +238,7 @@ class TestChainIterator(common.Contract, unittest.TestCase):
 class TestEnumerateIterator(common.Contract, unittest.TestCase):
     items = [(5, 3), (6, None), (7, "a"), (8, 4)]
     bad_arguments = common.bad_sources(its.EnumerateIterator) + [
-        (partial(its.EnumerateIterator, Native([]), value), TypeError, "start must be an integer, got " + common.start(value))
+        (partial(its.EnumerateIterator, Native([]), value), TypeError, "start must be an integer, got .*")
         for value in (1.0, "1", None, [1])
     ]
 
@@ -242,7 +246,7 @@ class TestEnumerateIterator(common.Contract, unittest.TestCase):
         return its.EnumerateIterator(source([3, None, "a", 4]), 5)
 
     def test_counting_may_start_anywhere(self):
-        for start in (0, 1, -3, 10 ** 30):
+        for start in (0, 1, -3, 10**30):
             self.assertEqual(list(over(its.EnumerateIterator, "abc", start)), list(enumerate("abc", start)))
 
     def test_index_is_the_position_in_the_whole_stream_after_any_number_of_resumes(self):
@@ -336,7 +340,7 @@ class TestMixIterator(common.Contract, common.Seeded, unittest.TestCase):
                 [1, float("nan")],
                 [1, float("inf")],
                 [1e308, 1e308],  # as Random.choices adds them up
-                [10 ** 400, 1],
+                [10**400, 1],
                 ["1", "2"],
                 [1, None],
                 [1, 1j],
@@ -394,11 +398,21 @@ class TestMixIterator(common.Contract, common.Seeded, unittest.TestCase):
         for until in RULES:
             for lengths in ([3], [0], [0, 0], [2, 0, 3], [0, 3, 2], [3, 2, 0], [3, 4, 3], [1, 5]):
                 for weights in (None, [1] * len(lengths), [0.1, 5, 0.9][: len(lengths)]):
-                    for source in (Native, Own):
-                        with self.subTest(until=until, lengths=lengths, weights=weights, source=source):
-                            lists = labelled(*lengths)
-                            make = partial(mixed, lists, weights, 7, until, source)
-                            check_iterator(make, list(reference(lists, weights, 7, until)), positions=7)
+                    with self.subTest(until=until, lengths=lengths, weights=weights):
+                        lists = labelled(*lengths)
+                        expected = list(reference(lists, weights, 7, until))
+                        states = []
+                        for source in (Native, Own):
+                            iterator, found = mixed(lists, weights, 7, until, source), []
+                            while len(found) <= len(expected):
+                                states.append((len(found), source, common.as_json(iterator.getstate())))
+                                found += take(iterator, 1) or [None]
+                            self.assertEqual(found, expected + [None])
+                        random.Random(1).shuffle(states)
+                        iterators = {source: mixed(lists, weights, 7, until, source) for source in (Native, Own)}
+                        for position, source, state in states:
+                            iterators[source].setstate(state)
+                            self.assertEqual(list(iterators[source]), expected[position:])
 
     def test_errors_of_the_sources_lose_nothing(self):
         for until in RULES:
@@ -408,7 +422,8 @@ class TestMixIterator(common.Contract, common.Seeded, unittest.TestCase):
                     return mixed(labelled(3, 4, 0), weights, 5, until, lambda items: Own(items, call))
 
                 with self.subTest(until=until, weights=weights):
-                    check_iterator(make, list(reference(labelled(3, 4, 0), weights, 5, until)), errors=[OSError])
+                    expected = list(reference(labelled(3, 4, 0), weights, 5, until))
+                    check_iterator(make, expected, errors=[OSError], positions=5)
 
     def test_item_that_was_drawn_and_failed_is_drawn_in_the_resumed_pipeline_too(self):
         failures = [1]
@@ -513,7 +528,12 @@ class TestMixIterator(common.Contract, common.Seeded, unittest.TestCase):
         passes = [small[i : i + 7] for i in range(0, len(small) - 6, 7)]
         self.assertEqual({tuple(sorted(part)) for part in passes}, {tuple("small {}".format(i) for i in range(7))})
         self.assertGreater(len(set(map(tuple, passes))), len(passes) // 2)
-        check_iterator(self.small_beside_large, items, positions=3)
+        iterator = self.small_beside_large()
+        for position in range(0, len(items), 97):
+            resumed = self.small_beside_large()
+            resumed.setstate(common.as_json(iterator.getstate()))
+            self.assertEqual(take(resumed, 97), items[position : position + 97])
+            skip(iterator, min(97, len(items) - position))
 
     def test_mix_then_shuffle_in_a_buffer_larger_than_the_data_holds_every_item(self):
         lists = labelled(3, 4, 3)
@@ -575,7 +595,7 @@ class TestPackIterator(common.Contract, unittest.TestCase):
     def test_tokens_are_neither_lost_nor_doubled_whatever_the_lengths(self):
         for seed in range(12):
             rng = random.Random(seed)
-            counter = iter(range(10 ** 6))
+            counter = iter(range(10**6))
             lengths = [rng.choice([0, 0, 1, 2, 5, rng.randint(0, 40)]) for _ in range(rng.randint(0, 12))]
             documents = [[next(counter) for _ in range(length)] for length in lengths]
             tokens = list(chain(*documents))
