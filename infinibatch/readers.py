@@ -859,14 +859,11 @@ class MappedLines(Sequence[str]):
                 index = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
         except (OSError, ValueError):  # there is none, or it is empty
             return None
-        begin = len(fingerprint) + 8  # the number of lines is behind it
-        if index[: len(fingerprint)] != fingerprint or len(index) < begin + 8 or len(index) % 8:
+        begin = len(fingerprint)
+        if index[:begin] != fingerprint or len(index) < begin + 8 or len(index) % 8:
             return None
-        offsets = memoryview(index)[len(fingerprint) :].cast("Q")
-        number, offsets = offsets[0], offsets[1:]
-        if len(offsets) != number + 1 or offsets[0] != 0 or offsets[-1] != len(self._data):
-            return None
-        return offsets
+        offsets = memoryview(index)[begin:].cast("Q")
+        return offsets if offsets[0] == 0 and offsets[-1] == len(self._data) else None
 
     def _find_lines(self) -> "array[int]":
         offsets = array("Q", [0])
@@ -883,7 +880,7 @@ class MappedLines(Sequence[str]):
         temporary = "{}.{}.tmp".format(self._index_path, os.urandom(6).hex())
         try:
             with open(temporary, "xb") as file:
-                file.write(fingerprint + struct.pack("=q", len(self)))
+                file.write(fingerprint)
                 self._offsets.tofile(file)
                 file.flush()
                 os.fsync(file.fileno())

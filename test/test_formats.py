@@ -188,6 +188,16 @@ class TestCsv(FormatTestCase):
             ):
                 self.assertEqual(self.rows(out.getvalue()), [dict(zip("ab", row)) for row in fields])
 
+    def test_file_whose_lines_end_at_carriage_returns_is_not_read_at_once(self):
+        path = self.write(b"a\r" + b"1\r" * 5000)
+        with open(path, "rb", buffering=0) as file:
+            opening = mock.patch.object(readers, "open", lambda *_: file, create=True)
+            with opening, mock.patch.object(readers, "_BLOCK_SIZE", 100):
+                rows = read_csv(path)
+                next(rows)
+                self.assertLess(file.tell(), 500)
+                self.assertEqual(len(list(rows)), 4999)
+
     def test_options_are_those_of_the_csv_module(self):
         self.assertEqual(self.rows("a;b\n'1;';2\n", delimiter=";", quotechar="'"), [{"a": "1;", "b": "2"}])
         self.assertEqual(self.rows("a\tb\n1\t2\n", dialect="excel-tab"), [{"a": "1", "b": "2"}])
@@ -398,6 +408,12 @@ class TestTar(TarTestCase):
         header[148:156] = b" " * 8
         total = sum(header) - 256 * signed * sum(byte > 127 for byte in header)
         data[offset + 148 : offset + 156] = b"%06o\0 " % total
+
+    def test_what_gnu_headers_have_in_the_place_of_a_prefix_is_no_name(self):
+        data = bytearray(self.tar([("a.txt", b"1")]))
+        data[345:357] = b"14755234523\0"  # the time of access
+        self.set_checksum(data, 0)
+        self.assertEqual([sample["__key__"] for sample in read_tar(self.write(bytes(data)))], ["a"])
 
     def test_checksum_of_signed_bytes_is_accepted(self):
         data = bytearray(self.tar([("ä.txt", b"1")]))
@@ -641,6 +657,11 @@ class TestMappedLines(FormatTestCase):
             with open(path, "r+b") as file:
                 file.write(b"on\ne")
 
+        def rewrite_at_the_same_time(path, index):
+            status = os.stat(path)
+            rewrite(path, index)
+            os.utime(path, ns=(status.st_atime_ns, status.st_mtime_ns))
+
         def touch(path, index):
             status = os.stat(path)
             with open(path, "r+b") as file:  # in the middle, where the ends do not show it
@@ -664,6 +685,7 @@ class TestMappedLines(FormatTestCase):
         changes = [
             grow,
             rewrite,
+            rewrite_at_the_same_time,
             touch,
             truncate_index,
             truncate_to(0),
@@ -678,7 +700,8 @@ class TestMappedLines(FormatTestCase):
                 index = self.path(".lines{}.index".format(number))
                 MappedLines(path)
                 change(path, index)
-                self.assertEqual(list(MappedLines(path)), list(read_lines(path)))
+                lines = MappedLines(path)
+                self.assertEqual([lines[i] for i in range(len(lines))], list(read_lines(path)))
                 with mock.patch.object(MappedLines, "_find_lines", side_effect=AssertionError("made anew")):
                     self.assertEqual(list(MappedLines(path)), list(read_lines(path)))
 
@@ -699,7 +722,7 @@ class TestMappedLines(FormatTestCase):
         index = self.path(".lines.index")
         MappedLines(path)
         with open(index, "r+b") as file:
-            file.seek(48 + 8)
+            file.seek(40 + 8)
             file.write((6).to_bytes(8, sys.byteorder))  # the second line begins at 4
         lines = MappedLines(path)
         for item in [0, 1, slice(0, 1), slice(1, 3)]:
