@@ -367,6 +367,8 @@ def _seed(value: Any, inputs: Sequence["_Stage[Any]"] = (), needed_by: Optional[
     if isinstance(value, Keyed):
         return _StageKey(value.seed, inputs)
     if isinstance(value, (int, float, str, bytes)):
+        if value != value:
+            raise ValueError("seed must not be NaN, which draws other numbers each time")
         return value
     try:
         return operator.index(value)

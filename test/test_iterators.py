@@ -1074,7 +1074,10 @@ class TestRandomIterator(Contract, Seeded, unittest.TestCase):
     items = take(iter(random.Random(42).random, None), 9)
     ends = False
     num_sources = 0
-    bad_arguments = [(partial(its.RandomIterator, [1]), TypeError, r"seed must be an int, float.*got \[1\]")]
+    bad_arguments = [
+        (partial(its.RandomIterator, [1]), TypeError, r"seed must be an int, float.*got \[1\]"),
+        (partial(its.RandomIterator, float("nan")), ValueError, "seed must not be NaN"),
+    ]
 
     def make(self, source=Native, call=nothing):
         return its.RandomIterator(42)
