@@ -32,6 +32,7 @@ setup(
         # Bounds for Python 3.6: its pip takes the newest release even where that no longer runs on 3.6.
         "test": [
             'numpy; python_version >= "3.7"',
+            'pyarrow; python_version >= "3.9"',
             'numpy < 1.20; python_version < "3.7"',
             'tqdm; python_version >= "3.7"',
             'tqdm < 4.63; python_version < "3.7"',
