@@ -196,7 +196,7 @@ def through_pickle(state):
 
 
 def counted(items):
-    return Counter(map(repr, items))
+    return Counter(map(json.dumps, items))  # to which a tuple is a list, as to a shuffle buffer that was saved as JSON
 
 
 class TestElasticRuns(unittest.TestCase):

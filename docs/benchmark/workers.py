@@ -24,7 +24,7 @@ import time
 from typing import Any, Callable, Dict, Iterable, Iterator, List
 
 ROOT = os.path.dirname(os.path.dirname(os.path.dirname(os.path.abspath(__file__))))
-sys.path.insert(0, ROOT)
+sys.path.append(ROOT)
 
 from harness import Job, compare, drain, machine  # noqa: E402
 
@@ -251,7 +251,7 @@ def read_all(paths: Iterable[str]) -> None:
 
 
 def chunks(count: int, rounds: int) -> None:
-    """Lines of gzip chunks, read by two processes: beside reading them here, and two processes that keep what they read."""
+    """Lines of gzip chunks, read by two processes: beside reading them here, and two that keep what they read."""
     size = 10_000
     with tempfile.TemporaryDirectory() as folder:
         rng = random.Random(0)
@@ -302,7 +302,8 @@ def pace(count: int, rounds: int) -> None:
                 time.sleep(0.011)
         longest.append(max(waits[10:]))
     print(
-        "waits of a consumer (11 ms an item) for a producer (10 ms), buffer 8, 300 items: longest {:.1f} ms in the best "
+        "waits of a consumer (11 ms an item) for a producer (10 ms), buffer 8, 300 items: "
+        "longest {:.1f} ms in the best "
         "run, {:.1f} ms in the worst, target 50{}".format(
             min(longest) * 1e3, max(longest) * 1e3, "" if min(longest) < 0.05 else " MISSED"
         )
