@@ -2776,7 +2776,7 @@ def _weights(values: Any, number: int) -> List[float]:
     return weights
 
 
-class PackIterator(_Stage[Any]):
+class PackIterator(_ReplayIterator[Any]):
     """
     Join sequences of tokens and cut them into packs of one size, a sequence running on into the next pack.
 
@@ -2797,8 +2797,7 @@ class PackIterator(_Stage[Any]):
     """
 
     _shown = ("size", "drop_last")
-    _positioned = False
-    _transient: Tuple[str, ...] = ("_start", "_starts", "_pieces", "_number", "_document", "_position", "_behind")
+    _transient: Tuple[str, ...] = ("_pieces", "_number", "_document", "_position")
 
     def __init__(self, source_iterator: CheckpointableIterator[Any], size: int, drop_last: bool = False) -> None:
         self._source_iterator, self._source = source_iterator, _adopt(source_iterator)
@@ -2814,64 +2813,62 @@ class PackIterator(_Stage[Any]):
         self._source._parse(source_state)
         return source_state, _count(self, "num_tokens", number)
 
-    def _restore(self, source_state: Any, number: int) -> None:
+    def _move(self, source_state: Any, number: int) -> None:
         self._source.setstate(source_state)
-        self._start: Tuple[Any, int] = (self._source.getstate(), number)  # where the next pack starts
-        self._starts: List[Tuple[Any, int]] = []  # where those of the last call started
         self._pieces: List[Any] = []  # of the pack that is being gathered …
         self._number = 0  # … and their number of tokens
         self._document: Any = None  # the sequence in progress, None if it is still to be read …
-        self._behind: Any = self._start[0]  # … the source's state before it …
         self._position = number  # … and how many of its tokens are taken
 
+    def _recover(self) -> None:
+        if self._pieces and not self._broken:
+            self._fail(self._taken())
+        super()._recover()
+
+    def _give_back(self) -> None:
+        if self._document is not None:
+            self._source._back(1)
+            self._document = None
+
     def _save(self) -> Checkpoint:
-        source_state, number = self._start
-        return {"source_state": _copied(source_state), "num_tokens": number}
+        self._give_back()
+        return {"source_state": self._source.getstate(), "num_tokens": self._position}
 
-    def __next__(self) -> Any:
-        self._starts = []
-        return self._pack()
-
-    def _pack(self) -> Any:
+    def _step(self) -> Any:
+        if not self._left:
+            self._prepare()
         while self._number < self._size:
             if self._document is None:
-                self._behind = self._source.getstate()
                 documents: List[Any] = []
                 self._source._fill(documents, 1)
                 if not documents:
                     break
                 self._document = documents[0]
-                if self._position > len(self._document):
-                    error = _beyond(self._source, self._position, len(self._document))
-                    self._restore(*self._start)
-                    raise error
+            length = len(self._document)
+            if self._position > length:
+                self._give_back()
+                raise _beyond(self, self._position, length)
             piece = self._document[self._position : self._position + self._size - self._number]
             if len(piece):
                 self._pieces.append(piece)
                 self._number += len(piece)
                 self._position += len(piece)
-            if self._position == len(self._document):
+            if self._position == length:
                 self._document, self._position = None, 0
-        if not self._number or self._number < self._size and self._drop_last:
+        if self._number < self._size and (self._drop_last or not self._number):
+            self._pieces, self._number = [], 0
             raise StopIteration
         pack = _joined(self._pieces)
-        self._starts.append(self._start)
-        self._start = (self._source.getstate(), 0) if self._document is None else (self._behind, self._position)
         self._pieces, self._number = [], 0
+        self._left -= 1
         return pack
 
-    def _fill(self, out: List[Any], n: int) -> None:
-        self._starts = []
-        for _ in range(n):
-            try:
-                out.append(self._pack())
-            except StopIteration:
-                return
+    __next__ = _step
 
-    def _back(self, n: int) -> None:
-        starts = self._starts
-        self._restore(*starts[-n])
-        self._starts = starts[:-n]
+    def _fill(self, out: List[Any], n: int) -> None:
+        if not self._left:
+            self._prepare()
+        super()._fill(out, min(n, self._left))
 
 
 def _joined(pieces: List[Any]) -> Any:

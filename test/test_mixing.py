@@ -723,6 +723,25 @@ class TestPackIterator(common.Contract, unittest.TestCase):
         self.assertEqual(next(resumed), [3, 4, 4])
         self.assertEqual(read.calls, [[3] * 4, [4] * 4])
 
+    def test_source_is_asked_for_its_state_now_and_then_and_not_for_each_document(self):
+        class Counting(Own):
+            def getstate(self):
+                self.log["getstate"] += 1
+                return super().getstate()
+
+        source = Counting([[i] * 3 for i in range(2000)])
+        self.assertEqual(len(list(its.PackIterator(source, 10))), 600)
+        self.assertLess(source.log["getstate"], 50)
+
+    def test_document_in_progress_is_read_again_after_a_checkpoint(self):
+        documents = [list(range(20 * i, 20 * i + 20)) for i in range(3)]
+        iterator, found = packed(documents, 3), []
+        for pack in iterator:
+            found += pack
+            iterator.getstate()
+            iterator.getstate()
+        self.assertEqual(found, list(range(60)))
+
     def test_state_holds_no_tokens(self):
         documents = [list(range(10000))] * 3
         iterator = skip(packed(documents, 9999), 2)

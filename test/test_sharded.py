@@ -72,11 +72,6 @@ def tokens_of(item):
     return [(item, i) for i in range(length_of(item) % 4)]
 
 
-def flat(batch):
-    """Return the items of a batch, a pack, or an item alone."""
-    return list(batch) if isinstance(batch, list) else [batch]
-
-
 class Shard:
     """Builds the shards of a data set; what is done behind shuffling is given by name."""
 
@@ -219,7 +214,8 @@ class TestElasticRuns(unittest.TestCase):
                 self.assertEqual(run.served(), list(map(len, expected)))
                 if make_shard.kind in ("items", "batches", "buckets"):
                     once = [item for ref in range(Shard.NUM_CHUNKS) for item in read_chunk(ref)]
-                    self.assertEqual(counted(chain(*map(flat, run.items))), counted(once * make_shard.epochs))
+                    found = run.items if make_shard.kind == "items" else chain(*run.items)
+                    self.assertEqual(counted(found), counted(once * make_shard.epochs))
 
     def test_endless_runs_give_each_shard_its_own_sequence(self):
         for seed in range(FIRST_SEED, FIRST_SEED + NUM_RUNS // 6):
