@@ -855,7 +855,7 @@ class TestProcesses(unittest.TestCase):
                 flag = os.path.join(folder, "flag")
 
                 def transform(item):
-                    if item[1] == 3 and not os.path.exists(flag):
+                    if item == (2, 3) and not os.path.exists(flag):
                         open(flag, "w").close()
                         raise LookupError("once")
                     return item
