@@ -6,22 +6,26 @@ Run a function in another process (or thread) and exchange messages with it, in 
     worker.send(message)                                                              target(link)
       | pickle                                                                          |
       v                                                                                 v
-    [queue, no limit] --copy--> [ring of bytes in shared memory] ------unpickle------> link.receive()
+    [queue, no limit] --copy--> [segments of shared memory] ------unpickle-----------> link.receive()
 
-    worker.receive() <-unpickle- [ring of bytes in shared memory] <--copy-- [queue, `spool` bytes] <-- link.send(...)
+    worker.receive() <-unpickle- [segments of shared memory] <--copy-- [one message] <-pickle-- link.send(...)
 
          ^                                                                              ^
-         +----- socket pair: where new bytes lie in a ring, how many were taken out ----+
+         +----- socket pair: where new bytes lie, how many were taken out --------------+
          +----- pipe that nobody writes to: its end kills the worker -------------------+
 
-Both ends of a channel are alike (`_Channel`), except that the worker's end (`Link`) blocks while more than `spool`
-bytes wait in its queue, and the consumer's end never blocks in `send`: it moves what is queued at every later call
-and during every wait. So neither end ever waits for one direction only, and two ends that send to each other at the
-same time cannot deadlock.
+Both ends of a channel are alike (`_Channel`), except that the worker's end (`Link`) blocks until its message is in
+shared memory, and the consumer's end never blocks in `send`: it moves what is queued at every later call and during
+every wait. So neither end ever waits for one direction only, and two ends that send to each other at the same time
+cannot deadlock.
 
-A message is one run of bytes in the ring: a header (kind, number of buffers, length of the pickle), the lengths of the
-buffers, the buffers (large arrays, out of band), the pickle. A message larger than the ring flows through it in parts.
-The socket carries pairs of 64-bit integers: (offset, length) of new bytes, or a negative code and a running total.
+Each direction has segments of shared memory. The writer fills one after the other, always the first that is free, so
+that the memory in use is as little as the reader is behind, and stays in the processor's cache. A message is one run of
+bytes: a header (kind, number of buffers, length of the pickle), the lengths of the buffers, the buffers (large arrays,
+out of band), the pickle. It begins in a new segment if it fits into one but not into what is left of the last; one that
+is larger than all segments flows through them in parts. The socket carries pairs of 64-bit integers: (offset, length)
+of new bytes, or a negative code and a running total: of bytes taken out, of nanoseconds spent waiting, or of what the
+target counts (`grant`), such as items asked for.
 
 A worker is done for in one of four ways: its target returns or raises (the last message says so); `close()` shuts the
 socket, which its next use of the link notices, and kills it after a grace time; it dies (every wait of the consumer
@@ -44,21 +48,23 @@ import time
 import warnings
 import weakref
 from collections import ChainMap, deque
+from heapq import heappop, heappush
 from typing import Any, Callable, Deque, Dict, Iterable, List, Mapping, NoReturn, Optional, Sequence, Set, Tuple, Union
 
 Target = Callable[[Any], None]
 
-# Bytes of the ring in each direction: larger ones were slower, since they leave the cache.
-_RING = 4 << 20
+_SEGMENT = 1 << 20
+# Bytes of the segments in each direction, unless the consumer is to find more ready.
+_ROOM = 4 * _SEGMENT
 # A long message is announced in parts of this many bytes, so that both ends copy at the same time.
 _PART = 512 << 10
 # The reader acknowledges after the second number of bytes, or before it waits after the first. Bytes that it has not
-# acknowledged never stop the writer: it waits only if the ring is full, and then they are more than that.
+# acknowledged never stop the writer: it waits only if no segment is free, and then they are more than that.
 _ACKNOWLEDGE_BEFORE_WAIT, _ACKNOWLEDGE = 64 << 10, 512 << 10
 # Smaller buffers stay in the pickle: a place of their own costs more than another copy.
 _OUT_OF_BAND = 16 << 10
-# Messages that a thread may have sent and nobody received.
-_THREAD_MESSAGES = 16
+# What a message of a thread counts for, in bytes.
+_THREAD_MESSAGE = 256 << 10
 
 _PATIENCE_SECONDS = 0.2
 _GRACE_SECONDS = 0.3
@@ -67,7 +73,7 @@ _KILL_SECONDS = 0.7
 
 _HEADER = struct.Struct("<iiQ")
 _RECORD = struct.Struct("<qq")
-_TAKEN, _WAITED = -1, -2
+_TAKEN, _WAITED, _GRANTED = -1, -2, -3
 _MESSAGE, _ERROR, _END = range(3)
 
 _PROTOCOL = min(pickle.HIGHEST_PROTOCOL, 5)
@@ -102,8 +108,9 @@ class _Channel:
     """One end of a duplex channel between two processes."""
 
     patience: Optional[float] = None  # seconds that a wait may last before `silence` is called; None: for ever
+    patient = False  # whether `put` blocks until the message is where the other end finds it
 
-    def __init__(self, sock: Any, memory: mmap.mmap, base: int, limit: float) -> None:
+    def __init__(self, sock: Any, memory: mmap.mmap, base: int) -> None:
         import socket
 
         sock.setblocking(True)
@@ -117,19 +124,20 @@ class _Channel:
         self.peer_waited = 0.0  # seconds that the other end says it has waited for this one
         self.lost = False  # the other end is closed: nothing more will come
         self.deaf = False  # the other end is closed: sending is in vain, but what it sent before may be still unread
-        # Outgoing: [pieces of messages not yet in the ring], and the ring.
-        self._base = base
-        self._limit = limit
+        self._granted = self._peer_granted = 0
+        # Outgoing: pieces of messages that are not in shared memory yet, and the segments.
         self.pickler = _Pickler()
         self._queue: Deque[Any] = deque()  # bytes-like
-        self._queued = 0
-        self._head = 0
+        self._head = self._stop = 0  # the next byte, and the end of its segment
+        self._free = list(range(base, len(memory) if base else _ROOM, _SEGMENT))  # a heap
+        self._full: Deque[Tuple[int, int]] = deque()  # segments in use: bytes sent when they were full, and offset
         self._sent = 0
         self._sent_taken = 0
         self._looked = 0
         self._records = bytearray()
-        # Incoming: the bytes from _at to _until are there to be read, then _wrapped ones at the start of the ring.
-        self._at = self._until = self._wrapped = 0
+        # Incoming: the bytes from _at to _until, then those of _extents, are there to be read.
+        self._at = self._until = 0
+        self._extents: Deque[List[int]] = deque()
         self._split = b""
         self._taken = 0
         self._acknowledged = 0
@@ -144,7 +152,7 @@ class _Channel:
     # -- sending ------------------------------------------------------------------------------------------------------
 
     def put(self, kind: int, message: Any) -> None:
-        """Send a message; blocks while more bytes than the limit are queued."""
+        """Send a message."""
         self.put_pickled(kind, *self.pickler.dump(message))
 
     def put_pickled(self, kind: int, pieces: List[Any], views: List[memoryview], size: int) -> None:
@@ -154,12 +162,15 @@ class _Channel:
             sizes = [len(view) for view in views]
             header += struct.pack("<{}Q".format(len(sizes)), *sizes)
             size += sum(sizes)
-        new = [header, *views, *pieces]
+        new = [header, *views, *pieces] if size > _OUT_OF_BAND else [b"".join([header, *pieces])]
+        if not self._queue:
+            if self._stop and self._sent == self._sent_taken:
+                self._head = self._stop - _SEGMENT  # where memory is still in the cache
+            if self._stop - self._head < len(header) + size <= _SEGMENT:
+                self._leave_segment()
         self._queue.extend(new)
-        self._queued += len(header) + size
         self.pump()
-        # What is not announced yet is of no use to the other end, however much room the queue has.
-        while self._queued > self._limit or self._records and not self._limit:
+        while self.patient and (self._queue or self._records):
             self.wait()
         # The caller may change its objects after the call.
         for i in range(-min(len(new), len(self._queue)), 0):
@@ -168,20 +179,16 @@ class _Channel:
                 self._queue[i] = bytes(piece)
 
     def pump(self) -> None:
-        """Move queued bytes into the ring as far as there is room, and tell the other end; never blocks."""
+        """Move queued bytes into shared memory as far as there is room, and tell the other end; never blocks."""
         queue = self._queue
         if self._sent - self._looked >= _ACKNOWLEDGE_BEFORE_WAIT:
             self._looked = self._sent
             self.pull()
         while queue and not self.deaf:
-            used = self._sent - self._sent_taken
-            if not used:
-                self._head = 0  # an empty ring starts over where memory is still in the cache
-            room = min(_RING - used, _RING - self._head, _PART)
-            if not room:
+            if self._head == self._stop and not self._enter_segment():
                 break
-            start = offset = self._base + self._head
-            end = start + room
+            start = offset = self._head
+            end = min(self._stop, start + _PART)
             view = self.view
             while queue and offset < end:
                 piece = queue[0]
@@ -196,16 +203,38 @@ class _Channel:
                     queue[0] = piece[end - offset :]
                     offset = end
             length = offset - start
-            self._head = (self._head + length) % _RING
+            self._head = offset
             self._sent += length
-            self._queued -= length
-            if self.waited != self._waited_told:
+            if offset == self._stop:
+                self._leave_segment()
+            if self.waited > self._waited_told + 0.001:
                 self._waited_told = self.waited
                 self._records += _RECORD.pack(_WAITED, int(self.waited * 1e9))
             self._records += _RECORD.pack(start, length)
             self._tell()
         if self._records:
             self._tell()
+
+    def _leave_segment(self) -> None:
+        if self._stop:
+            self._full.append((self._sent, self._stop - _SEGMENT))
+            self._head = self._stop = 0
+
+    def _enter_segment(self) -> bool:
+        """Go on in the first segment that is free, if any."""
+        while self._full and self._full[0][0] <= self._sent_taken:
+            heappush(self._free, self._full.popleft()[1])
+        if not self._free:
+            return False
+        self._head = heappop(self._free)
+        self._stop = self._head + _SEGMENT
+        return True
+
+    def grant(self, number: int) -> None:
+        """Add to the number that the other end reads as `granted`."""
+        self._granted += number
+        self._records += _RECORD.pack(_GRANTED, self._granted)
+        self._tell()
 
     def _tell(self) -> None:
         """Write what is to be told to the socket, as far as it takes it."""
@@ -218,12 +247,21 @@ class _Channel:
             self.deaf = True
             self._records.clear()
             self._queue.clear()
-            self._queued = 0
 
     # -- receiving ----------------------------------------------------------------------------------------------------
 
     def get(self, feeding: "Sequence[_Channel]" = ()) -> Tuple[int, Any]:
         """Return kind and content of the next message; blocks until it is there."""
+        while self._at == self._until:
+            self.wait(feeding)
+        at = self._at + _HEADER.size
+        if at <= self._until:
+            kind, count, size = _HEADER.unpack_from(self.view, self._at)
+            if not count and at + size <= self._until:
+                with self.view[at : at + size] as view:
+                    message = pickle.loads(view)
+                self._release(_HEADER.size + size)
+                return kind, message
         kind, count, size = _HEADER.unpack(self.read(_HEADER.size, feeding))
         buffers = []
         if count:
@@ -265,7 +303,7 @@ class _Channel:
     def pull(self, block: bool = False) -> bool:
         """Read what the other end tells; returns whether there was anything."""
         try:
-            data = self.sock.recv(1 << 16, 0 if block else self._dont_wait)
+            data = self.sock.recv(1 << 12, 0 if block else self._dont_wait)
         except BlockingIOError:
             return False
         except ConnectionError:
@@ -281,12 +319,19 @@ class _Channel:
                 self._sent_taken = number
             elif what == _WAITED:
                 self.peer_waited = number / 1e9
+            elif what == _GRANTED:
+                self._peer_granted = number
+            elif self._extents:
+                if self._extents[-1][1] == what:
+                    self._extents[-1][1] += number
+                else:
+                    self._extents.append([what, what + number])
             elif self._until == what:
                 self._until += number
             elif self._at == self._until:
                 self._at, self._until = what, what + number
             else:
-                self._wrapped += number
+                self._extents.append([what, what + number])
         return True
 
     def readable(self) -> bool:
@@ -296,12 +341,11 @@ class _Channel:
         return self._at < self._until
 
     def _release(self, size: int) -> None:
-        """Mark the next bytes as taken out of the ring."""
+        """Mark the next bytes as taken out."""
         self._at += size
         self._taken += size
-        if self._at == self._until and self._wrapped:
-            self._at = _RING - self._base
-            self._until, self._wrapped = self._at + self._wrapped, 0
+        if self._at == self._until and self._extents:
+            self._at, self._until = self._extents.popleft()
         if self._taken - self._acknowledged >= _ACKNOWLEDGE:
             self._acknowledge()
 
@@ -316,13 +360,14 @@ class _Channel:
         """Block until the other end does something (or for a moment), meanwhile moving what `feeding` has queued."""
         if self._taken - self._acknowledged >= _ACKNOWLEDGE_BEFORE_WAIT:
             self._acknowledge()
-        channels = [self] + [other for other in feeding if other is not self and other._pending()]
+        others = [other for other in feeding if other is not self and other._pending()] if feeding else []
         started = time.perf_counter()
         try:
-            heard = self._poll(channels) if len(channels) > 1 or self._records else self.pull(block=True)
+            heard = self._poll([self, *others]) if others or self._records else self.pull(block=True)
         finally:
             self.waited += time.perf_counter() - started
-        self.pump()
+        if self._queue or self._records:
+            self.pump()
         if self.lost or not heard:
             self.silence()
 
@@ -384,7 +429,7 @@ class _Pickler:
 
 
 class _Source:
-    """A file to unpickle from: large bytes go from the ring into their object at once."""
+    """A file to unpickle from: large bytes go from shared memory into their object at once."""
 
     def __init__(self, channel: _Channel, feeding: Sequence[_Channel]) -> None:
         self._channel = channel
@@ -410,10 +455,13 @@ class _Source:
 class Link(_Channel):
     """What the target of a worker process gets: its end of the channel."""
 
+    patient = True
+    _taken_up = 0  # of what the consumer has granted
+
     def send(self, message: Any) -> None:
         """Send a message to the consumer.
 
-        Blocks while the ring is full and more than `spool` bytes wait.
+        Blocks while `room` bytes are under way.
 
         Args:
             message: anything that can be pickled; may be changed after the call
@@ -425,32 +473,38 @@ class Link(_Channel):
         _flush_streams()
         self.put(_MESSAGE, message)
 
-    def receive(self, block: bool = True) -> Any:
-        """Return the consumer's next message.
-
-        Args:
-            block: whether to wait for it
+    def receive(self) -> Any:
+        """Return the consumer's next message; blocks until it is there.
 
         Raises:
             Closed: the consumer has closed the worker
-            BlockingIOError: no message is there and `block` is False
+        """
+        return self.get()[1]
+
+    def granted(self, block: bool) -> int:
+        """Return what the consumer has granted since the last call.
+
+        Args:
+            block: whether to wait until that is more than 0
+
+        Raises:
+            Closed: the consumer has closed the worker
         """
         if not block:
-            self.pump()
-            if not self.readable():
-                if self.lost:
-                    raise Closed
-                raise BlockingIOError("no message is there")
-        return self.get()[1]
+            self.pull()
+        while block and self._peer_granted == self._taken_up and not self.lost:
+            self.wait()
+        if self.lost:
+            raise Closed
+        number, self._taken_up = self._peer_granted - self._taken_up, self._peer_granted
+        return number
 
     def silence(self) -> None:
         raise Closed
 
     def finish(self, kind: int, content: Any) -> None:
-        """Send the last message and wait until all is where the consumer finds it without this process."""
+        """Send the last message."""
         self.put(kind, content)
-        while (self._queued or self._records) and not self.lost:
-            self.wait()
 
 
 class ThreadLink:
@@ -469,22 +523,29 @@ class ThreadLink:
     def finish(self, kind: int, content: Any) -> None:
         shared = self._shared
         with shared.changed:
-            shared.wait(lambda: shared.closed or len(shared.to_consumer) < _THREAD_MESSAGES, worker=True)
+            shared.wait(lambda: shared.closed or len(shared.to_consumer) < shared.messages, worker=True)
             if shared.closed:
                 raise Closed
             shared.to_consumer.append((kind, content))
             shared.changed.notify_all()
 
-    def receive(self, block: bool = True) -> Any:
+    def receive(self) -> Any:
+        shared = self._shared
+        with shared.changed:
+            shared.wait(lambda: shared.closed or bool(shared.to_worker), worker=True)
+            if shared.closed:
+                raise Closed
+            return shared.to_worker.popleft()
+
+    def granted(self, block: bool) -> int:
         shared = self._shared
         with shared.changed:
             if block:
-                shared.wait(lambda: shared.closed or bool(shared.to_worker), worker=True)
+                shared.wait(lambda: shared.closed or shared.granted > 0, worker=True)
             if shared.closed:
                 raise Closed
-            if not shared.to_worker:
-                raise BlockingIOError("no message is there")
-            return shared.to_worker.popleft()
+            number, shared.granted = shared.granted, 0
+            return number
 
 
 def _serve(target: Target, link: Any) -> None:
@@ -517,8 +578,7 @@ class Worker:
         target: called with the worker's link (`send`, `receive`); must not refer to this object, or to what holds
             it, else a forgotten worker is never collected
         start: 'fork', 'thread' or 'spawn' (the target must be picklable; POSIX only); None: the platform's default
-        spool: bytes of pickled messages that a worker process may keep in its own memory when the channel is full,
-            instead of waiting
+        room: bytes of messages to the consumer that may be under way before the worker waits, at least 4 MiB
 
     Attributes:
         pid: the worker's process id; this process's own for a thread
@@ -536,14 +596,16 @@ class Worker:
     Ended
     """
 
-    def __init__(self, target: Target, start: Optional[str] = None, spool: int = 0) -> None:
+    Ended = Ended
+
+    def __init__(self, target: Target, start: Optional[str] = None, room: int = _ROOM) -> None:
         start = default_start() if start is None else start
         if start not in ("fork", "spawn", "thread"):
             raise ValueError("start must be 'fork', 'spawn' or 'thread', got {!r}".format(start))
         if start != "thread" and not hasattr(os, "fork"):
             raise ValueError("start must be 'thread' on this platform, got {!r}".format(start))
         self._handle: Union[_Process, _Thread] = (
-            _Thread(target) if start == "thread" else _Process(target, start, spool)
+            _Thread(target, room) if start == "thread" else _Process(target, start, room)
         )
         self._finalizer = weakref.finalize(self, self._handle.close)
         self._finalizer.atexit = False  # _close_all does it for all workers at the same time
@@ -587,6 +649,11 @@ class Worker:
         """
         self._usable()
         self._handle.send(message)
+
+    def grant(self, number: int) -> None:
+        """Tell the worker a number, which is added to those that it has not asked for yet (`granted`); never blocks."""
+        self._usable()
+        self._handle.grant(number)
 
     def receive(self, feeding: "Iterable[Worker]" = ()) -> Any:
         """Return the worker's next message; blocks until it is there.
@@ -646,7 +713,7 @@ class _Process(_Channel):
 
     patience = _PATIENCE_SECONDS
 
-    def __init__(self, target: Target, start: str, spool: int) -> None:
+    def __init__(self, target: Target, start: str, room: int) -> None:
         import socket
 
         self.pid = 0
@@ -657,20 +724,20 @@ class _Process(_Channel):
         self._status: Optional[int] = None
         self._gone = False
         _prepare_process()
-        theirs = [_memory_file() if start == "spawn" else -1]
+        theirs = [_memory_file(_ROOM + room) if start == "spawn" else -1]
         try:
-            memory = mmap.mmap(theirs[0], 2 * _RING)
+            memory = mmap.mmap(theirs[0], 0 if start == "spawn" else _ROOM + room)
             ours, other = socket.socketpair()
             theirs.append(other.detach())
-            super().__init__(ours, memory, base=0, limit=float("inf"))
+            super().__init__(ours, memory, base=0)
             _live[id(self)] = self
             try:
                 read, self._life = os.pipe()
                 theirs.append(read)
                 if start == "spawn":
-                    self._spawn(target, theirs, spool)
+                    self._spawn(target, theirs)
                 else:
-                    self._fork(target, theirs, spool, memory)
+                    self._fork(target, theirs, memory)
             except BaseException:
                 self.close()
                 raise
@@ -679,7 +746,7 @@ class _Process(_Channel):
                 if descriptor >= 0:
                     os.close(descriptor)
 
-    def _fork(self, target: Target, descriptors: List[int], spool: int, memory: mmap.mmap) -> None:
+    def _fork(self, target: Target, descriptors: List[int], memory: mmap.mmap) -> None:
         _flush_streams()
         mask = signal.pthread_sigmask(signal.SIG_BLOCK, _signals())
         try:
@@ -690,13 +757,13 @@ class _Process(_Channel):
             if not self.pid:
                 try:
                     ignored = [number for number in _signals() if callable(signal.getsignal(number))]
-                    _run(target, descriptors, memory, spool, self.owner, ignored, mask)
+                    _run(target, descriptors, memory, self.owner, ignored, mask)
                 finally:
                     os._exit(1)
         finally:
             signal.pthread_sigmask(signal.SIG_SETMASK, mask)
 
-    def _spawn(self, target: Target, descriptors: List[int], spool: int) -> None:
+    def _spawn(self, target: Target, descriptors: List[int]) -> None:
         from multiprocessing import spawn, util
 
         spawn._check_not_importing_main()  # type: ignore[attr-defined]
@@ -705,8 +772,8 @@ class _Process(_Channel):
         except Exception as error:
             raise _not_picklable("the target of a worker with start='spawn'", target, error) from error
         ignored = [int(number) for number in _signals() if callable(signal.getsignal(number))]
-        code = "import sys; sys.path[:] = {!r}; from {} import _spawned; _spawned({!r}, {}, {}, {!r})".format(
-            sys.path, __name__, descriptors, spool, self.owner, ignored
+        code = "import sys; sys.path[:] = {!r}; from {} import _spawned; _spawned({!r}, {}, {!r})".format(
+            sys.path, __name__, descriptors, self.owner, ignored
         )
         executable = os.fsencode(spawn.get_executable())
         arguments = [executable] + util._args_from_interpreter_flags() + ["-c", code]  # type: ignore[attr-defined]
@@ -751,6 +818,8 @@ class _Process(_Channel):
         _close_handles([self, *others])
 
     def silence(self) -> None:
+        if self._at < self._until:
+            return  # sent before the end, and read before it
         # A process that has closed its end has a moment to be gone as well.
         if (self._wait_for_end(1.0) if self.lost else self._has_ended()) and not self.pull():
             raise RuntimeError(self._obituary())
@@ -833,11 +902,13 @@ class _Process(_Channel):
 class _Shared:
     """What the two ends of a worker thread share."""
 
-    def __init__(self) -> None:
+    def __init__(self, messages: int) -> None:
+        self.messages = messages  # that may be under way to the consumer before the worker waits
         self.changed = threading.Condition()
         self.to_worker: Deque[Any] = deque()
         self.to_consumer: Deque[Tuple[int, Any]] = deque()
         self.closed = False
+        self.granted = 0
         self.consumer_waited = self.worker_waited = 0.0
 
     def wait(self, condition: Callable[[], bool], worker: bool) -> None:
@@ -860,9 +931,9 @@ class _Shared:
 class _Thread:
     """A worker thread, with the interface of `_Process`."""
 
-    def __init__(self, target: Target) -> None:
+    def __init__(self, target: Target, room: int) -> None:
         self.pid = self.owner = os.getpid()
-        self._shared = _Shared()
+        self._shared = _Shared(room // _THREAD_MESSAGE)
         self._shut_at: Optional[float] = None
         self._over = False
         self._thread = threading.Thread(
@@ -887,6 +958,11 @@ class _Thread:
     def send(self, message: Any) -> None:
         with self._shared.changed:
             self._shared.to_worker.append(message)
+            self._shared.changed.notify_all()
+
+    def grant(self, number: int) -> None:
+        with self._shared.changed:
+            self._shared.granted += number
             self._shared.changed.notify_all()
 
     def receive(self, feeding: Any) -> Tuple[int, Any]:
@@ -997,7 +1073,6 @@ def _run(
     target: Target,
     descriptors: List[int],
     memory: mmap.mmap,
-    spool: int,
     consumer: int,
     ignored: Sequence[int],
     mask: Iterable[int],
@@ -1019,7 +1094,7 @@ def _run(
             gc.freeze()  # what the consumer left as garbage is not finalized here, and its pages stay shared
         if "torch" in sys.modules:
             sys.modules["torch"].set_num_threads(1)  # its thread pool does not survive a fork, and would hang
-        link = Link(socket.socket(socket.AF_UNIX, socket.SOCK_STREAM, fileno=descriptors[1]), memory, _RING, spool)
+        link = Link(socket.socket(socket.AF_UNIX, socket.SOCK_STREAM, fileno=descriptors[1]), memory, _ROOM)
         _live[id(link)] = link
         _serve(target, link)
         status = 0
@@ -1036,12 +1111,12 @@ def _run(
             os._exit(status)
 
 
-def _spawned(descriptors: List[int], spool: int, consumer: int, ignored: List[int]) -> NoReturn:
+def _spawned(descriptors: List[int], consumer: int, ignored: List[int]) -> NoReturn:
     """Be the worker process, in a fresh interpreter."""
-    memory = mmap.mmap(descriptors[0], 2 * _RING)
+    memory = mmap.mmap(descriptors[0], 0)
     os.close(descriptors[0])
     _prepare_process()
-    _run(_unpickle_and_run, descriptors, memory, spool, consumer, ignored, ())
+    _run(_unpickle_and_run, descriptors, memory, consumer, ignored, ())
 
 
 def _unpickle_and_run(link: Link) -> None:
@@ -1075,16 +1150,16 @@ def _main_module() -> Dict[str, Any]:
     return data
 
 
-def _memory_file() -> int:
-    """Return a descriptor of shared memory without a name."""
+def _memory_file(size: int) -> int:
+    """Return a descriptor of shared memory without a name, of less than `size` bytes if that takes a file on disk."""
     if hasattr(os, "memfd_create"):
         descriptor = os.memfd_create("infinibatch")
-        os.ftruncate(descriptor, 2 * _RING)
+        os.ftruncate(descriptor, size)
         return descriptor
     import tempfile
 
     with tempfile.TemporaryFile() as file:
-        file.write(bytes(2 * _RING))  # a full disk must fail here, not kill whoever writes to the memory
+        file.write(bytes(2 * _ROOM))  # a full disk must fail here, not kill whoever writes to the memory
         file.flush()
         return os.dup(file.fileno())
 

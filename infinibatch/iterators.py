@@ -3262,7 +3262,7 @@ def _run_ahead(source: _Stage[Any], start: Any, number: int, buffer_size: int, s
         if number:
             _pass_over(source, number)
         left = _interval(start, buffer_size) - number  # items to the next mark
-        credit = buffer_size  # items that may be computed before the consumer asks for one
+        credit = buffer_size + 1  # items that may be computed before the consumer asks for another one
         size, limit = 1, max(buffer_size // 2, 1)
         while True:
             mark = None
@@ -3270,11 +3270,8 @@ def _run_ahead(source: _Stage[Any], start: Any, number: int, buffer_size: int, s
                 mark = source.getstate()
                 left = _interval(mark, buffer_size)
                 link.send(([], mark))
-            while True:
-                try:
-                    credit += link.receive(block=credit == 0)
-                except BlockingIOError:
-                    break
+            if credit < size:
+                credit += link.granted(block=credit == 0)
             items: List[Any] = []
             begin = perf_counter()
             try:
@@ -3338,7 +3335,7 @@ class PrefetchIterator(_AheadIterator[T]):
 
     _shown = ("buffer_size", "waiting")
     _logged = float("-inf")
-    _transient: Tuple[str, ...] = ("_logged", "_unasked")
+    _transient: Tuple[str, ...] = ("_logged", "_returned")
 
     def __init__(
         self,
@@ -3374,26 +3371,22 @@ class PrefetchIterator(_AheadIterator[T]):
         start = self._start_method or _workers.default_start()
         shared = start == "thread"
         target = partial(_run_ahead, self._source, self._start, self._end, self._buffer_size, shared)
-        self._workers = [_workers.Worker(target, start)]
-        self._unasked = 0  # items of the last run beyond the one that was asked for
+        self._workers = [_workers.Worker(target, start, room=256 << 20)]
+        self._returned = 0  # items of the last run
 
     def _receive(self) -> Optional[Tuple[List[T], Any]]:
-        from . import _workers
-
         worker = self._workers[0]
-        if self._unasked:
-            worker.send(self._unasked)
-            self._unasked = 0
+        if self._returned:
+            worker.grant(self._returned)
+            self._returned = 0
         if self._log_empty_buffer_warning and perf_counter() > self._logged + 60 and not worker.ready():
             self._logged = perf_counter()
             logger.warning("no item is ready in %s (said once a minute)", repr(self).split("\n")[0])
         try:
             items, mark = worker.receive()
-        except _workers.Ended:
+        except worker.Ended:
             return None
-        if items:
-            worker.send(1)
-            self._unasked = len(items) - 1
+        self._returned = len(items)
         return items, mark
 
 
@@ -3418,7 +3411,7 @@ class _SharedWorkIterator(_AheadIterator[T]):
     """A stage that reads the source itself and hands what it reads to several workers in turn."""
 
     _num_processes: int
-    _spool = 0
+    _room = 4 << 20  # bytes that may wait for their turn at each worker
     _transient: Tuple[str, ...] = ("_sent", "_turn", "_last", "_error")
 
     def _target(self) -> Callable[[Any], None]:
@@ -3433,7 +3426,7 @@ class _SharedWorkIterator(_AheadIterator[T]):
         self._last = 0  # … and the one that gave the last
         self._error: Optional[Exception] = None  # what the source raised behind all that is on its way
         start, target = self._start_method or _workers.default_start(), self._target()
-        self._workers = [_workers.Worker(target, start, self._spool) for _ in range(self._num_processes)]
+        self._workers = [_workers.Worker(target, start, self._room) for _ in range(self._num_processes)]
 
     def _read_ahead(self, n: int) -> List[Any]:
         items: List[Any] = []
@@ -3647,7 +3640,7 @@ class ParallelSelectManyIterator(_SharedWorkIterator[T]):
     """
 
     _shown = ("collection_selector", "num_processes", "waiting")
-    _spool = 64 << 20
+    _room = 64 << 20
     _transient: Tuple[str, ...] = ("_skipped",)
 
     def __init__(

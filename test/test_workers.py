@@ -23,7 +23,8 @@ from infinibatch._workers import Closed, Ended, Worker
 ROOT = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
 PROCESSES = ("fork", "spawn") if hasattr(os, "fork") else ()
 STARTS = PROCESSES + ("thread",)
-RING = _workers._RING
+ROOM = _workers._ROOM
+SEGMENT = _workers._SEGMENT
 PART = _workers._PART
 
 posix = unittest.skipUnless(hasattr(os, "fork"), "needs POSIX processes")
@@ -180,8 +181,9 @@ class MessagesTest(WorkerCase):
                     worker.send(message)
                 self.assertEqual([worker.receive() for _ in messages], messages)
 
-    def test_of_any_size_around_those_of_ring_and_part(self):
-        sizes = [0, 1, PART - 40, PART + 1, RING - 60, RING - 40, RING - 1, RING, RING + 1, 3 * RING + 7]
+    def test_of_any_size_around_those_of_segments_and_parts(self):
+        sizes = [0, 1, PART - 40, PART + 1, 3 * ROOM + 7]
+        sizes += [size + more for size in (SEGMENT, ROOM) for more in (-60, -40, -1, 0, 1)]
         for start in PROCESSES:
             worker = self.worker(echo, start)
             for size in sizes:
@@ -191,27 +193,27 @@ class MessagesTest(WorkerCase):
                         worker.send(message)
                         self.assertTrue(worker.receive() == message)
 
-    def test_of_small_sizes_across_the_end_of_the_ring(self):
+    def test_of_small_sizes_across_the_ends_of_segments(self):
         def target(link):
             for i in range(40):
-                link.send(bytes([i]) * (RING // 10 + i))
+                link.send(bytes([i]) * (ROOM // 10 + i))
 
-        self.assertEqual(self.received(self.worker(target, "fork")), [bytes([i]) * (RING // 10 + i) for i in range(40)])
+        self.assertEqual(self.received(self.worker(target, "fork")), [bytes([i]) * (ROOM // 10 + i) for i in range(40)])
 
-    def test_larger_than_the_ring_cross_each_other(self):
+    def test_larger_than_all_segments_cross_each_other(self):
         # Both ends send before either receives: whoever blocked for one direction only would block for ever.
         def target(link):
             for i in range(4):
-                link.send(bytes([i]) * (2 * RING + i))
+                link.send(bytes([i]) * (2 * ROOM + i))
             for _ in range(4):
                 link.send(link.receive())
 
         worker = self.worker(target, "fork")
         for i in range(4):
-            worker.send(bytes([i + 4]) * (3 * RING + i))
+            worker.send(bytes([i + 4]) * (3 * ROOM + i))
         self.assertEqual(
             [(message[0], len(message)) for message in self.received(worker)],
-            [(i, 2 * RING + i) for i in range(4)] + [(i + 4, 3 * RING + i) for i in range(4)],
+            [(i, 2 * ROOM + i) for i in range(4)] + [(i + 4, 3 * ROOM + i) for i in range(4)],
         )
 
     def test_by_the_thousand(self):
@@ -256,9 +258,9 @@ class MessagesTest(WorkerCase):
                 pass
 
         generator = random.Random(3)
-        memory = mmap.mmap(-1, 2 * RING)
+        memory = mmap.mmap(-1, 5 * ROOM)  # the second one has more room
         one, two = socket.socketpair()
-        ends = [End(one, memory, 0, float("inf")), End(two, memory, RING, float("inf"))]
+        ends = [End(one, memory, 0), End(two, memory, ROOM)]
         self.addCleanup(one.close)
         self.addCleanup(two.close)
         under_way = [[], []]
@@ -271,7 +273,7 @@ class MessagesTest(WorkerCase):
             elif under_way[i]:
                 _, received = ends[1 - i].get(feeding=[ends[i]])
                 self.assertTrue(received == under_way[i].pop(0), turn)
-        self.assertGreater(min(end._sent for end in ends), 10 * RING)
+        self.assertGreater(min(end._sent for end in ends), 10 * ROOM)
 
     def test_for_others_move_while_one_is_waited_for(self):
         def slow(link):
@@ -289,14 +291,14 @@ class MessagesTest(WorkerCase):
         self.addCleanup(os.close, opened)
         first, second = self.worker(slow, "fork"), self.worker(fast, "fork")
         for worker in (first, second):
-            worker.send(bytes(5 * RING))
+            worker.send(bytes(5 * ROOM))
         # The first answers only when the second has all of its message.
         self.assertEqual(first.receive(feeding=[first, second]), "slow")
-        self.assertEqual(second.receive(), 5 * RING)
+        self.assertEqual(second.receive(), 5 * ROOM)
 
     def test_may_be_changed_once_sent(self):
         worker = self.worker(echo, "fork")
-        message = bytearray(3 * RING)
+        message = bytearray(3 * ROOM)
         for letter in b"abc":
             message[:] = bytes([letter]) * len(message)
             worker.send(message)
@@ -331,26 +333,25 @@ class MessagesTest(WorkerCase):
                 self.assertTrue(worker.ready())
                 worker.receive()
 
-    def test_need_not_be_waited_for_by_the_worker(self):
+    def test_that_are_numbers_only_add_up_and_need_not_be_waited_for(self):
         def target(link):
-            with self.assertRaisesRegex(BlockingIOError, "no message"):
-                link.receive(block=False)
-            link.send("asked")
-            self.assertEqual(link.receive(), "one")
-            while True:
-                try:
-                    link.send(link.receive(block=False))
-                    return
-                except BlockingIOError:
-                    time.sleep(0.001)
+            link.send(link.granted(block=False))
+            self.assertEqual(link.receive(), "granted")
+            link.send(link.granted(block=False))
+            link.send(link.granted(block=True))
+            link.granted(block=True)
 
         for start in ("fork", "thread") if PROCESSES else ("thread",):
             with self.subTest(start=start):
                 worker = self.worker(target, start)
-                self.assertEqual(worker.receive(), "asked")
-                worker.send("one")
-                worker.send("two")
-                self.assertEqual(self.received(worker), ["two"])
+                self.assertEqual(worker.receive(), 0)
+                worker.grant(2)
+                worker.grant(3)
+                worker.send("granted")
+                self.assertEqual(worker.receive(), 5)
+                worker.grant(1)
+                self.assertEqual(worker.receive(), 1)
+                worker.close()
 
     def test_that_cannot_be_pickled_are_an_error_that_names_the_type(self):
         def target(link):
@@ -365,34 +366,21 @@ class MessagesTest(WorkerCase):
         worker.send("goes on")
         self.assertEqual(worker.receive(), "goes on")
 
-    def test_are_kept_by_a_worker_that_may_run_ahead(self):
+    def test_are_kept_for_the_consumer_in_the_room_that_there_is(self):
         def target(link):
             for i in range(6):
-                link.send(bytes([i]) * RING)
-            os.write(write, b"x")
-
-        read, write = os.pipe()
-        self.addCleanup(os.close, read)
-        self.addCleanup(os.close, write)
-        worker = self.worker(target, "fork", spool=6 * RING)
-        self.assertEqual(os.read(read, 1), b"x")  # all sent, none received
-        self.assertEqual([message[0] for message in self.received(worker)], list(range(6)))
-
-    def test_stop_a_worker_that_may_not_run_ahead(self):
-        def target(link):
-            for _ in range(6):
-                link.send(bytes(RING))
+                link.send(bytes([i]) * ROOM)
                 os.write(write, b"x")
 
-        for spool, most in ((0, 2), (2 * RING, 4)):
-            with self.subTest(spool=spool):
+        for room, least, most in ((ROOM, 0, 2), (3 * ROOM, 2, 4), (7 * ROOM, 6, 6)):
+            with self.subTest(room=room):
                 read, write = os.pipe()
-                worker = self.worker(target, "fork", spool=spool)
-                for _ in range(2):
-                    worker.receive()
-                os.set_blocking(read, False)
-                self.assertLessEqual(len(os.read(read, 100)), 2 + most)
-                self.assertEqual(len(self.received(worker)), 4)
+                worker = self.worker(target, "fork", room=room)
+                sent = os.read(read, 100) if least else b""
+                while len(sent) < least:  # before any is received
+                    sent += os.read(read, 100)
+                self.assertLessEqual(len(sent), most)
+                self.assertEqual([message[0] for message in self.received(worker)], list(range(6)))
                 os.close(read)
                 os.close(write)
 
@@ -407,7 +395,7 @@ class MessagesTest(WorkerCase):
         worker = self.worker(target, "thread")
         for i in range(50):
             self.assertEqual(worker.receive(), i)
-            self.assertLessEqual(len(sent), i + 2 + _workers._THREAD_MESSAGES)
+            self.assertLessEqual(len(sent), i + 2 + ROOM // _workers._THREAD_MESSAGE)
         self.assertEqual(len(self.received(worker)), 50)
 
     def test_waiting_for_them_is_measured(self):
@@ -450,14 +438,14 @@ class BuffersTest(WorkerCase):
 
     def test_arrive_as_memory_of_their_own(self):
         worker = self.worker(echo, "fork")
-        for size in (0, 10, _workers._OUT_OF_BAND - 1, _workers._OUT_OF_BAND, PART + 1, RING, 2 * RING + 3):
+        for size in (0, 10, _workers._OUT_OF_BAND - 1, _workers._OUT_OF_BAND, PART + 1, ROOM, 2 * ROOM + 3):
             with self.subTest(size=size):
                 sent = self.Blob(bytearray(os.urandom(size)))
                 expected = bytes(sent.data)
                 worker.send([sent, "text", sent])
                 sent.data[:] = bytes(size)
                 first, text, second = worker.receive()
-                worker.send(self.Blob(bytearray(size + 100)))  # writes to the ring again
+                worker.send(self.Blob(bytearray(size + 100)))  # writes to the same memory again
                 worker.receive()
                 self.assertIs(first, second)
                 self.assertEqual((bytes(first.data), text), (expected, "text"))
@@ -466,7 +454,7 @@ class BuffersTest(WorkerCase):
 
     def test_read_only_ones_stay_so(self):
         worker = self.worker(echo, "fork")
-        worker.send(self.Blob(b"x" * RING))
+        worker.send(self.Blob(b"x" * ROOM))
         self.assertTrue(memoryview(worker.receive().data).readonly)
 
     def test_do_not_keep_the_senders_object_alive(self):
@@ -476,7 +464,7 @@ class BuffersTest(WorkerCase):
             pass
 
         worker = self.worker(echo, "fork")
-        data = Data(2 * RING)
+        data = Data(2 * ROOM)
         alive = weakref.ref(data)
         worker.send(self.Blob(data))
         del data
@@ -771,7 +759,7 @@ class DeathTest(WorkerCase):
     def test_in_the_middle_of_a_message_is_an_error(self):
         def target(link):
             threading.Timer(0.2, os._exit, (5,)).start()
-            link.send(bytes(20 * RING))
+            link.send(bytes(20 * ROOM))
 
         worker = self.worker(target, "fork")
         self.assertTrue(eventually(lambda: not running(worker.pid)))
@@ -964,7 +952,7 @@ class CloseTest(WorkerCase):
         def target(link):
             link.send(os.getpid())
             for _ in range(1000):
-                link.send(bytes(RING))
+                link.send(bytes(ROOM))
             os.write(write, b"unexpected")
 
         read, write = os.pipe()

@@ -24,7 +24,7 @@ import time
 from typing import Any, Callable, Dict, Iterable, Iterator, List
 
 ROOT = os.path.dirname(os.path.dirname(os.path.dirname(os.path.abspath(__file__))))
-sys.path.append(ROOT)
+sys.path.insert(0, ROOT)
 
 from harness import Job, compare, drain, machine  # noqa: E402
 
@@ -105,7 +105,14 @@ def queued(items: Iterable[Any], size: int) -> Iterator[Any]:
             channel.put(item)
         channel.put(None)
 
-    yield from in_a_process(produce, queue, lambda: iter(queue.get, None))
+    def consume() -> Iterator[Any]:
+        while True:
+            item = queue.get()
+            if item is None:
+                return
+            yield item
+
+    yield from in_a_process(produce, queue, consume)
     queue.close()
     queue.join_thread()
 
@@ -148,7 +155,7 @@ def short(count: int, rounds: int) -> None:
 def queue(count: int, rounds: int) -> None:
     """Lines one at a time through a queue, beside buffers of the same size."""
     for size in (1, 2, 10, 100, 1_000, 10_000, 100_000):
-        items = ["{:0110}".format(number) for number in range(max(min(count // 10, 200 * size), count // 50))]
+        items = ["{:0110}".format(number) for number in range(min(count // 4, 400 * size + count // 50))]
         ours = "PrefetchIterator"
         jobs = {"multiprocessing.Queue": job(lambda: queued(items, size)), ours: job(lambda: prefetched(items, size))}  # noqa: B023
         report("lines, buffer {:,}".format(size), len(items), rounds, jobs, {ours: 1 / 15 if size >= 1_000 else 1.0})
