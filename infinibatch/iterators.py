@@ -156,6 +156,7 @@ read, so resuming at the end of an epoch takes as long as at its start.
 
 *Checkpoints*: 625 numbers for each random stage, a few for any other; taking one takes microseconds.
 """
+
 import copy
 import logging
 import operator
@@ -166,7 +167,7 @@ from abc import abstractmethod
 from collections import abc, deque
 from functools import partial
 from heapq import heapify, heappop, heapreplace
-from itertools import chain, islice, repeat
+from itertools import accumulate, chain, islice, repeat
 from math import ceil, isfinite
 from time import perf_counter
 from typing import (
@@ -316,6 +317,9 @@ class _Generators:
         self._position += 1
         return self._key.generator(self._position - 1)
 
+    def random(self) -> float:
+        return self.next().random()
+
 
 class _EachItem:
     """A transform that gets another generator for each item."""
@@ -333,6 +337,11 @@ class _EachItem:
 def _unit(generator: Any) -> random.Random:
     """Return what the next permutation, block or window is drawn from."""
     return generator.next() if type(generator) is _Generators else cast(random.Random, generator)
+
+
+def _units(generator: Any, n: int) -> Iterator[random.Random]:
+    """Return what each of the next n items is drawn from."""
+    return (generator.next() for _ in range(n)) if type(generator) is _Generators else repeat(generator, n)
 
 
 def _all_stages(stages: Sequence[Any]) -> Iterator[Any]:
@@ -360,8 +369,9 @@ def _seed(value: Any, inputs: Sequence["_Stage[Any]"] = (), needed_by: Optional[
     if value is None:
         if needed_by:
             raise ValueError(
-                "seed must be given to shuffle for {}, got None: each instance would draw an order of its "
-                "own".format(needed_by)
+                "seed must be given to shuffle for {}, got None: each instance would draw an order of its own".format(
+                    needed_by
+                )
             )
         return random.SystemRandom().getrandbits(64)
     if isinstance(value, Keyed):
@@ -841,7 +851,7 @@ class _RunIterator(_Stage[T]):
             self._end = 0  # 0.1.1 left the length of the last run here
             return False
         if type(run) in _RUNS:
-            self._run = cast(Sequence[T], run)
+            self._run = cast("Sequence[T]", run)
             if self._end > len(self._run):
                 raise self._too_far(len(self._run))
             self._seek(self._end)
@@ -1469,7 +1479,7 @@ def create_source_iterator(
     return ChunkedSourceIterator(source_items, num_instances, instance_rank)
 
 
-class RandomIterator(_RunIterator[float]):
+class RandomIterator(_ReplayIterator[float]):
     """
     Yield the floats of `random.Random(seed).random()`, without end.
 
@@ -1496,23 +1506,25 @@ class RandomIterator(_RunIterator[float]):
         (state,) = _keys(self, checkpoint, "random_state")
         return (_random_state(self, "random_state", state),)
 
-    def _restore(self, state: Any) -> None:
+    def _move(self, state: Any) -> None:
         self._random = _generator(self._seed, state)
-        self._rewind(0)
-
-    def _now(self) -> Any:
-        return self._random.getstate()
-
-    def _read(self) -> List[float]:
-        generator = self._random
-        return [_unit(generator).random() for _ in repeat(None, 256)]
 
     def _save(self) -> Checkpoint:
-        state, number = self._position()
-        generator = _generator(self._seed, state)
-        for _ in repeat(None, number):
-            _unit(generator).random()
-        return {"random_state": generator.getstate()}
+        return {"random_state": self._random.getstate()}
+
+    def __next__(self) -> float:
+        if not self._left:
+            self._prepare()
+        number: float = self._random.random()
+        self._left -= 1
+        return number
+
+    def _fill(self, out: List[float], n: int) -> None:
+        if not self._left:
+            self._prepare()
+        n = min(n, self._left)
+        out += [unit.random() for unit in _units(self._random, n)]
+        self._left -= n
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -1560,16 +1572,17 @@ class MapIterator(_Stage[T]):
         return self._source.getstate()
 
     def __next__(self) -> T:
-        item = self._held[0] if self._held else next(self._source)
-        output: T
-        try:
-            output = self._transform(item)
-        except BaseException as error:
-            self._held = self._held or [item]
-            _reraise(error, "transform")
         if self._held:
-            del self._held[0]
-        return output
+            output: List[T] = []
+            self._fill(output, 1)
+            return output[0]
+        item = next(self._source)
+        try:
+            result: T = self._transform(item)
+            return result
+        except BaseException as error:
+            self._held = [item]
+            _reraise(error, "transform")
 
     def _fill(self, out: List[T], n: int) -> None:
         if not self._held:
@@ -1650,11 +1663,21 @@ class FilterIterator(_Stage[T]):
         return self._source.getstate()
 
     def __next__(self) -> T:
-        out: List[T] = []
-        self._fill(out, 1)
-        if not out:
-            raise StopIteration
-        return out[0]
+        if self._tried < len(self._items):
+            out: List[T] = []
+            self._fill(out, 1)
+            return out[0] if out else next(self)
+        predicate = self._predicate
+        item: T
+        for item in self._source:
+            try:
+                if predicate(item):
+                    self._items, self._tried, self._passed = [item], 1, [0]
+                    return item
+            except BaseException as error:
+                self._items, self._tried, self._passed = [item], 0, []
+                _reraise(error, "predicate")
+        raise StopIteration
 
     def _fill(self, out: List[T], n: int) -> None:
         self._passed = []
@@ -1749,9 +1772,9 @@ class SelectManyIterator(_RunIterator[T]):
         if not self._item:
             self._source._fill(self._item, 1)
             if not self._item:
-                return cast(Iterable[T], _END)
+                return cast("Iterable[T]", _END)
         if self._collection_selector is None:
-            return cast(Iterable[T], self._item[0])
+            return cast("Iterable[T]", self._item[0])
         return self._collection_selector(self._item[0])
 
 
@@ -2018,7 +2041,7 @@ class BlockwiseShuffleIterator(_RunIterator[T]):
     def _read(self) -> List[T]:
         _gather(self._source, self._block, self._block_size)
         if not self._block:
-            return cast(List[T], _END)
+            return cast("List[T]", _END)
         shuffled = _shuffled(self._block, self._random)
         self._block = []
         return shuffled
@@ -2085,8 +2108,8 @@ class BufferedShuffleIterator(_Stage[T]):
 
     def _save(self) -> Checkpoint:
         generator = _generator(self._seed, self._before)
-        for _ in repeat(None, self._drawn):
-            _unit(generator).randrange(self._buffer_size)
+        for unit in _units(generator, self._drawn):
+            unit.randrange(self._buffer_size)
         checkpoint = {
             "source_state": self._source.getstate(),
             "buffer": _copied([None if item is _EMPTY else item for item in self._buffer]),
@@ -2100,8 +2123,8 @@ class BufferedShuffleIterator(_Stage[T]):
     def _draw(self) -> None:
         size, bits, generator = self._buffer_size, self._buffer_size.bit_length(), self._random
         before, slots = generator.getstate(), []
-        for _ in repeat(None, 256):
-            getrandbits = _unit(generator).getrandbits
+        for unit in _units(generator, 256):
+            getrandbits = unit.getrandbits
             slot = getrandbits(bits)
             while slot >= size:  # as Random.randrange(size) does
                 slot = getrandbits(bits)
@@ -2338,11 +2361,11 @@ class WindowedIterator(_RunIterator[Tuple[T, ...]]):
             self._next = self._source.getstate()
         _gather(self._source, items, size + width - 1)
         if len(items) < width:
-            return cast(Sequence[Tuple[T, ...]], _END)
+            return cast("Sequence[Tuple[T, ...]]", _END)
         self._items = items[size:]
         self._size = min(2 * size, max(width, 1000))
         if width > 1000:
-            return cast(Sequence[Tuple[T, ...]], _Windows(items, width))
+            return cast("Sequence[Tuple[T, ...]]", _Windows(items, width))
         return list(zip(*[items[i : len(items) - width + 1 + i] for i in range(width)]))
 
 
@@ -2423,7 +2446,7 @@ class BucketedReadaheadBatchIterator(_RunIterator[List[T]]):
     def _read(self) -> List[List[T]]:
         _gather(self._source, self._window, self._read_ahead)
         if not self._window:
-            return cast(List[List[T]], _END)
+            return cast("List[List[T]]", _END)
         batches = self._cut(self._window if self._key is None else sorted(self._window, key=self._key, reverse=True))
         if self._shuffle:
             batches = _shuffled(batches, self._random)
@@ -2448,7 +2471,7 @@ class BucketedReadaheadBatchIterator(_RunIterator[List[T]]):
         return batches
 
     def _boundary(self, item: T) -> Any:
-        boundary = cast(Callable[[T], Any], self._boundary_key)(item)
+        boundary = cast("Callable[[T], Any]", self._boundary_key)(item)
         if boundary is None:
             raise ValueError("boundary_key must not return None, but did for {!r:.80}".format(item))
         return boundary
@@ -2510,7 +2533,7 @@ class ZipIterator(_Stage[Tuple[Any, ...]]):
             self._fill(items, 1)
             if not items:
                 raise StopIteration
-            return cast(Tuple[Any, ...], items[0])
+            return cast("Tuple[Any, ...]", items[0])
         try:
             for source in self._inputs:
                 items.append(next(source))
@@ -2596,26 +2619,26 @@ class MultiplexIterator(_Stage[T]):
         return (control_state,) + _parse_each(self, "source_iterator_states", states, self._items_from)
 
     def _restore(self, *states: Any) -> None:
-        self._index: List[int] = []  # an index whose source has not given its item yet
+        self._index: Optional[int] = None  # of the source that has not given its item yet
         for source, state in zip(self._inputs, states):
             source.setstate(state)
 
     def _save(self) -> Checkpoint:
-        if self._index:
+        if self._index is not None:
             self._control._back(1)
-            self._index = []
+            self._index = None
         return {
             "control_iterator_state": self._control.getstate(),
             "source_iterator_states": [source.getstate() for source in self._items_from],
         }
 
     def _step(self) -> T:
-        if not self._index:
-            self._index.append(next(self._control))
-        source = self._items_from[self._index[0]]
+        if self._index is None:
+            self._index = next(self._control)
+        source = self._items_from[self._index]
         item: T = next(source)
         self._last = source
-        self._index = []
+        self._index = None
         return item
 
     __next__ = _step
@@ -2657,7 +2680,7 @@ class MixIterator(_ReplayIterator[T]):
     """
 
     _shown = ("weights", "seed", "until")
-    _transient: Tuple[str, ...] = ("_random", "_turn", "_index", "_out", "_over")
+    _transient: Tuple[str, ...] = ("_random", "_turn", "_index", "_out", "_over", "_drawn_from", "_cumulated")
 
     def __init__(
         self,
@@ -2700,8 +2723,9 @@ class MixIterator(_ReplayIterator[T]):
         self._random = _generator(self._seed, state)
         self._turn = turn  # where to look for the next source, if they come in turn
         self._index = index  # the source that was drawn and has not given its item yet
-        self._out = set(out)  # the sources that are not drawn any more …
-        self._over = set(over)  # … and those that have ended once
+        self._over = set(over)  # the sources that have ended once …
+        self._out: Set[int] = set()  # … and those that are not drawn any more
+        self._drop(*out)
         for source, source_state in zip(self._inputs, states):
             source.setstate(source_state)
 
@@ -2715,44 +2739,49 @@ class MixIterator(_ReplayIterator[T]):
             "source_states": [source.getstate() for source in self._inputs],
         }
 
+    def _drop(self, *indices: int) -> None:
+        self._out.update(indices)
+        self._drawn_from = [i for i in self._drawable if i not in self._out]
+        self._cumulated = list(accumulate([self._weights[i] for i in self._drawn_from] if self._weights else []))
+
     def _draw(self) -> Optional[int]:
         """Return the index of the next source; None if none is left."""
-        if self._weights is None:
-            for i in range(self._turn, self._turn + len(self._inputs)):
-                index = i % len(self._inputs)
-                if index not in self._out:
-                    self._turn = (index + 1) % len(self._inputs)
-                    return index
-            return None
-        left = [i for i in self._drawable if i not in self._out]
-        return _unit(self._random).choices(left, [self._weights[i] for i in left])[0] if left else None
+        if self._weights is not None:
+            return (
+                _unit(self._random).choices(self._drawn_from, cum_weights=self._cumulated)[0]
+                if self._drawn_from
+                else None
+            )
+        for _ in self._inputs:
+            index = self._turn
+            self._turn = (index + 1) % len(self._inputs)
+            if index not in self._out:
+                return index
+        return None
 
     def _step(self) -> T:
         if not self._left:
             self._prepare()
-        item: List[T] = []
-        while not item:
+        while True:
             if self._index is None:
                 self._index = self._draw()
                 if self._index is None:
                     raise StopIteration
             source = self._inputs[self._index]
-            source._fill(item, 1)
-            if item:
-                break
-            if self._until == "all":
+            item: T = next(source, _END)
+            if item is _END and self._until == "all":
                 self._over.add(self._index)
                 if not self._over.issuperset(self._drawable):
                     source.setstate(None)
-                    source._fill(item, 1)
-            if not item:
-                if self._until == "first" or self._over.issuperset(self._drawable):
-                    raise StopIteration
-                self._out.add(self._index)
+                    item = next(source, _END)
+            if item is not _END:
                 self._index = None
-        self._index = None
-        self._left -= 1
-        return item[0]
+                self._left -= 1
+                return item
+            if self._until == "first" or self._over.issuperset(self._drawable):
+                raise StopIteration
+            self._drop(self._index)
+            self._index = None
 
     __next__ = _step
 
@@ -3344,7 +3373,7 @@ class PrefetchIterator(_AheadIterator[T]):
         buffer_in_main_process: bool = False,
         log_empty_buffer_warning: bool = False,
         *,
-        start: Optional[str] = None
+        start: Optional[str] = None,
     ) -> None:
         self._source_iterator, self._source = source_iterator, _adopt(source_iterator)
         self._inputs = (self._source,)
@@ -3503,7 +3532,7 @@ class ParallelMapIterator(_SharedWorkIterator[T]):
         num_processes: int,
         num_items_per_process: int,
         *,
-        start: Optional[str] = None
+        start: Optional[str] = None,
     ) -> None:
         self._source_iterator, self._source = source_iterator, _adopt(source_iterator)
         self._inputs = (self._source,)
@@ -3649,7 +3678,7 @@ class ParallelSelectManyIterator(_SharedWorkIterator[T]):
         collection_selector: Optional[Callable[[Any], Iterable[T]]],
         num_processes: int,
         *,
-        start: Optional[str] = None
+        start: Optional[str] = None,
     ) -> None:
         self._source_iterator, self._source = source_iterator, _adopt(source_iterator)
         self._inputs = (self._source,)
@@ -3857,7 +3886,7 @@ class ShardedIterator(_ReplayIterator[T]):
         instance_rank: int = 0,
         num_processes: int = 0,
         *,
-        start: Optional[str] = None
+        start: Optional[str] = None,
     ) -> None:
         self._make_shard = _function("make_shard", make_shard)
         self._num_shards = _integer("num_shards", num_shards)
@@ -3892,9 +3921,7 @@ class ShardedIterator(_ReplayIterator[T]):
         if missing:
             raise ValueError(
                 "the checkpoint of {} lacks {} of the {} shards of this instance ({}): merge the states of all "
-                "instances".format(
-                    type(self).__name__, len(missing), len(self._shards), ", ".join(map(str, missing))
-                )
+                "instances".format(type(self).__name__, len(missing), len(self._shards), ", ".join(map(str, missing)))
             )
         found = {}
         for shard in self._shards:
