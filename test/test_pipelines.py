@@ -3,12 +3,15 @@ Random pipelines: seeded compositions of all iterators, saved anywhere, continue
 
 INFINIBATCH_TEST_PIPELINES sets their number (150), INFINIBATCH_TEST_SEED the first seed (0). A failure names its seed.
 """
+import contextlib
+import copy
 import json
 import os
 import pickle
 import random
 import subprocess
 import sys
+import traceback
 import unittest
 from itertools import islice
 
@@ -184,6 +187,33 @@ def through_pickle(state):
     return pickle.loads(pickle.dumps(state))
 
 
+JUNK = [None, -1, 0, 1, 10 ** 9, 2 ** 80, "x", "", [], {}, True, 1.5, float("nan"), [[]], {"a": 1}, [1, 2], "NaN"]
+
+
+def places(state):
+    """Yield each container within a state, with a key or an index in it."""
+    keys = state if isinstance(state, dict) else range(len(state)) if isinstance(state, list) else []
+    for key in list(keys)[:30]:
+        yield state, key
+        yield from places(state[key])
+
+
+def damage(state, rng):
+    """Return a copy of the state in which one thing is another, missing, repeated, or off by some."""
+    whole = [copy.deepcopy(state)]
+    container, key = rng.choice([(whole, 0)] + list(places(whole[0])))
+    how = rng.randrange(4)
+    if how == 0 and container is not whole:
+        del container[key]
+    elif how == 1 and type(container[key]) is int:
+        container[key] += rng.choice([-1, 1, 1000])
+    elif how == 2 and isinstance(container[key], list):
+        container[key] *= 2
+    else:
+        container[key] = copy.deepcopy(rng.choice(JUNK))
+    return whole[0]
+
+
 class TestRandomPipelines(unittest.TestCase):
     def for_each(self, check):
         for seed in range(FIRST_SEED, FIRST_SEED + NUM_PIPELINES):
@@ -228,6 +258,34 @@ class TestRandomPipelines(unittest.TestCase):
                 if position > MAX_ITEMS:
                     position, state = saved[0]
                     pipeline.setstate(state)
+
+        self.for_each(check)
+
+    def test_a_damaged_checkpoint_is_refused_with_all_left_in_place_or_read_without_obscure_errors(self):
+        def check(seed, pipeline):
+            rng = random.Random("damage {}".format(seed))
+            take(pipeline, rng.randrange(30))
+            state = through_json(pipeline.getstate())
+            expected = take(build(seed), 30)
+            for _ in range(4):
+                position = rng.randrange(10)
+                with build(seed) as other:
+                    take(other, position)
+                    damaged, refused = damage(state, rng), False
+                    try:
+                        try:
+                            other.setstate(damaged)
+                        except (ValueError, RuntimeError):
+                            refused = True
+                        else:
+                            with contextlib.suppress(ValueError, RuntimeError):  # it may lie beyond the end of the data
+                                take(other, 30)
+                    except Exception as error:
+                        *_, last = traceback.extract_tb(error.__traceback__)
+                        if last[0] != __file__:  # what the classes and callbacks above make of their own state
+                            raise AssertionError("{}: {}".format(damaged, traceback.format_exc())) from error
+                    if refused:
+                        self.assertEqual(take(other, 10), expected[position : position + 10], damaged)
 
         self.for_each(check)
 
