@@ -711,6 +711,11 @@ class _Stage(CheckpointableIterator[T]):
     _transient: Tuple[str, ...] = ()
     _positioned = True  # False in stages that have no position before their first setstate()
 
+    def _read_from(self, source_iterator: CheckpointableIterator[Any]) -> None:
+        """Take what a constructor was given as the only source."""
+        self._source_iterator, self._source = source_iterator, _adopt(source_iterator)
+        self._inputs = (self._source,)
+
     def _save(self) -> Checkpoint:
         raise NotImplementedError
 
@@ -1554,8 +1559,7 @@ class MapIterator(_Stage[T]):
     _transient: Tuple[str, ...] = ("_held",)
 
     def __init__(self, source_iterator: CheckpointableIterator[Any], transform: Callable[[Any], T]) -> None:
-        self._source_iterator, self._source = source_iterator, _adopt(source_iterator)
-        self._inputs = (self._source,)
+        self._read_from(source_iterator)
         self._transform = _function("transform", transform)
         self._held: List[Any] = []  # source items whose transform has not succeeded yet
 
@@ -1640,8 +1644,7 @@ class FilterIterator(_Stage[T]):
     _transient: Tuple[str, ...] = ("_items", "_tried", "_passed")
 
     def __init__(self, source_iterator: CheckpointableIterator[T], predicate: Callable[[T], Any]) -> None:
-        self._source_iterator, self._source = source_iterator, _adopt(source_iterator)
-        self._inputs = (self._source,)
+        self._read_from(source_iterator)
         self._predicate = _function("predicate", predicate)
         self._let_go()
 
@@ -1739,8 +1742,7 @@ class SelectManyIterator(_RunIterator[T]):
         source_iterator: CheckpointableIterator[Any],
         collection_selector: Optional[Callable[[Any], Iterable[T]]] = None,
     ) -> None:
-        self._source_iterator, self._source = source_iterator, _adopt(source_iterator)
-        self._inputs = (self._source,)
+        self._read_from(source_iterator)
         if collection_selector is not None:
             _function("collection_selector", collection_selector)
         self._collection_selector = collection_selector
@@ -1810,8 +1812,7 @@ class RecurrentIterator(_ReplayIterator[T]):
         step_function: Callable[[Any, Any], Tuple[Any, T]],
         initial_state: Any = None,
     ) -> None:
-        self._source_iterator, self._source = source_iterator, _adopt(source_iterator)
-        self._inputs = (self._source,)
+        self._read_from(source_iterator)
         self._step_function = _function("step_function", step_function)
         self._initial_state = _copied(initial_state)
         self.setstate(None)
@@ -1937,8 +1938,7 @@ class SamplingRandomMapIterator(RecurrentIterator[T]):
         transform: Callable[[random.Random, Any], T],
         seed: Any = 0,
     ) -> None:
-        self._source_iterator, self._source = source_iterator, _adopt(source_iterator)
-        self._inputs = (self._source,)
+        self._read_from(source_iterator)
         self._seed = _seed(seed, self._inputs)
         self._transform: Callable[[Any, Any], T] = _function("transform", transform)
         if isinstance(self._seed, _StageKey):
@@ -2004,8 +2004,7 @@ class BlockwiseShuffleIterator(_RunIterator[T]):
     _transient: Tuple[str, ...] = ("_random", "_block")
 
     def __init__(self, source_iterator: CheckpointableIterator[T], block_size: int, seed: Any = 0) -> None:
-        self._source_iterator, self._source = source_iterator, _adopt(source_iterator)
-        self._inputs = (self._source,)
+        self._read_from(source_iterator)
         self._block_size = _integer("block_size", block_size)
         self._seed = _seed(seed, self._inputs)
         self.setstate(None)
@@ -2074,8 +2073,7 @@ class BufferedShuffleIterator(_Stage[T]):
     _transient: Tuple[str, ...] = ("_random", "_slots", "_drawn", "_before", "_buffer", "_undo", "_ended")
 
     def __init__(self, source_iterator: CheckpointableIterator[T], buffer_size: int, seed: Any = 0) -> None:
-        self._source_iterator, self._source = source_iterator, _adopt(source_iterator)
-        self._inputs = (self._source,)
+        self._read_from(source_iterator)
         self._buffer_size = _integer("buffer_size", buffer_size)
         self._seed = _seed(seed, self._inputs)
         self.setstate(None)
@@ -2221,8 +2219,7 @@ class FixedBatchIterator(_ReplayIterator[List[T]]):
     _transient: Tuple[str, ...] = ("_batch",)
 
     def __init__(self, source_iterator: CheckpointableIterator[T], batch_size: int) -> None:
-        self._source_iterator, self._source = source_iterator, _adopt(source_iterator)
-        self._inputs = (self._source,)
+        self._read_from(source_iterator)
         self._batch_size = _integer("batch_size", batch_size)
         self.setstate(None)
 
@@ -2325,8 +2322,7 @@ class WindowedIterator(_RunIterator[Tuple[T, ...]]):
     _transient: Tuple[str, ...] = ("_items", "_ahead", "_size")
 
     def __init__(self, source_iterator: CheckpointableIterator[T], width: int) -> None:
-        self._source_iterator, self._source = source_iterator, _adopt(source_iterator)
-        self._inputs = (self._source,)
+        self._read_from(source_iterator)
         self._width = _integer("width", width)
         self.setstate(None)
 
@@ -2407,8 +2403,7 @@ class BucketedReadaheadBatchIterator(_RunIterator[List[T]]):
         shuffle: bool = True,
         seed: Any = 0,
     ) -> None:
-        self._source_iterator, self._source = source_iterator, _adopt(source_iterator)
-        self._inputs = (self._source,)
+        self._read_from(source_iterator)
         self._read_ahead = _integer("read_ahead", read_ahead)
         self._key = key if key is None else _function("key", key)
         self._batch_size = batch_size if callable(batch_size) else _integer("batch_size", batch_size)
@@ -2829,8 +2824,7 @@ class PackIterator(_ReplayIterator[Any]):
     _transient: Tuple[str, ...] = ("_pieces", "_number", "_document", "_position")
 
     def __init__(self, source_iterator: CheckpointableIterator[Any], size: int, drop_last: bool = False) -> None:
-        self._source_iterator, self._source = source_iterator, _adopt(source_iterator)
-        self._inputs = (self._source,)
+        self._read_from(source_iterator)
         self._size = _integer("size", size)
         self._drop_last = bool(drop_last)
         self.setstate(None)
@@ -2995,8 +2989,7 @@ class _CountingIterator(_Stage[T]):
     _transient: Tuple[str, ...] = ("_number",)
 
     def __init__(self, source_iterator: CheckpointableIterator[Any]) -> None:
-        self._source_iterator, self._source = source_iterator, _adopt(source_iterator)
-        self._inputs = (self._source,)
+        self._read_from(source_iterator)
         self.setstate(None)
 
     def _parse(self, checkpoint: Any) -> Tuple[Any, int]:
@@ -3122,7 +3115,6 @@ class _AheadIterator(_RunIterator[T]):
     forked from this one.
     """
 
-    _source: _Stage[Any]
     _start_method: Optional[str]
     _closed = False
     _workers: Sequence[Any] = ()
@@ -3375,8 +3367,7 @@ class PrefetchIterator(_AheadIterator[T]):
         *,
         start: Optional[str] = None,
     ) -> None:
-        self._source_iterator, self._source = source_iterator, _adopt(source_iterator)
-        self._inputs = (self._source,)
+        self._read_from(source_iterator)
         self._buffer_size = _integer("buffer_size", buffer_size)
         self._log_empty_buffer_warning = bool(log_empty_buffer_warning)
         self._start_method = _checked_start(start)
@@ -3534,8 +3525,7 @@ class ParallelMapIterator(_SharedWorkIterator[T]):
         *,
         start: Optional[str] = None,
     ) -> None:
-        self._source_iterator, self._source = source_iterator, _adopt(source_iterator)
-        self._inputs = (self._source,)
+        self._read_from(source_iterator)
         self._transform = _function("transform", transform)
         self._num_processes = _integer("num_processes", num_processes)
         self._num_items_per_process = _integer("num_items_per_process", num_items_per_process)
@@ -3680,8 +3670,7 @@ class ParallelSelectManyIterator(_SharedWorkIterator[T]):
         *,
         start: Optional[str] = None,
     ) -> None:
-        self._source_iterator, self._source = source_iterator, _adopt(source_iterator)
-        self._inputs = (self._source,)
+        self._read_from(source_iterator)
         if collection_selector is not None:
             _function("collection_selector", collection_selector)
         self._collection_selector = collection_selector
