@@ -1,6 +1,7 @@
 """Functions from a chunk reference to the chunk's items, for ``read_chunk_fn``, and the finding of chunks.
 
-A chunk reference is a path. Compression is recognised by a file's first bytes, never by its name. Two kinds of error
+A chunk reference is a path, or where the package ``fsspec`` is installed a URL of any kind that it knows, such as
+``s3://bucket/chunk.gz``. Compression is recognised by a file's first bytes, never by its name. Two kinds of error
 come out of a reader: what cannot be reached or read is an ``OSError`` (``FileNotFoundError``, ``PermissionError``, …),
 what was read and is wrong (damaged, cut off, in another encoding) is a ``ValueError``. Both name the file, and the
 items before the damage are delivered first.
@@ -80,10 +81,13 @@ def find_chunks(pattern: Union[_Path, Sequence[_Path]]) -> List[str]:
     spell out without a wildcard has to exist, so that a missing chunk is noticed here and not by fewer data. A path
     that exists as it is written is taken so. Folders are left out, and a file that several patterns match comes once.
 
-    Cost: the folders are listed once; one look at the disk for each file.
+    With the package ``fsspec``, patterns may be URLs (``s3://bucket/part-{00..99}.gz``, ``memory://*.txt``), in which
+    the same holds for braces and wildcards.
+
+    Cost: the folders are listed once; one look at the disk (or one request) for each file.
 
     Args:
-        pattern: A path or pattern (str or ``PathLike``), or a list of them.
+        pattern: A path, URL or pattern (str or ``PathLike``), or a list of them.
 
     Returns:
         The paths, at least one; the order does not depend on the file system or on the order of the patterns.
@@ -91,7 +95,9 @@ def find_chunks(pattern: Union[_Path, Sequence[_Path]]) -> List[str]:
     Raises:
         FileNotFoundError: Nothing matches a pattern, or a name that braces spell out is missing.
         TypeError: ``pattern`` is neither a path nor a list of paths.
-        ValueError: ``pattern`` is an empty list.
+        ValueError: ``pattern`` is an empty list, or a URL of an unknown kind.
+        ImportError: A pattern is a URL, and ``fsspec``, or what it needs for this kind, is not installed.
+        OSError: A server cannot be reached.
 
     >>> import tempfile
     >>> with tempfile.TemporaryDirectory() as folder:
@@ -112,22 +118,23 @@ def find_chunks(pattern: Union[_Path, Sequence[_Path]]) -> List[str]:
 
 
 def _matches(pattern: str) -> List[str]:
-    if os.path.exists(pattern):
+    files = _Remote(pattern) if _is_remote(pattern) else _Local()
+    if files.exists(pattern):
         names = [pattern]
     else:
         names = []
         for spelled in _expand_braces(pattern):
             if glob.escape(spelled) != spelled:
-                names += glob.glob(spelled, recursive=True)
-            elif os.path.exists(spelled):
+                names += files.glob(spelled)
+            elif files.exists(spelled):
                 names.append(spelled)
             else:
                 origin = "" if spelled == pattern else " (of the pattern {!r})".format(pattern)
                 raise FileNotFoundError("no such file: {!r}{}".format(spelled, origin))
-    files = [name for name in names if not os.path.isdir(name)]
-    if not files:
+    found = [name for name in names if not files.isdir(name)]
+    if not found:
         raise FileNotFoundError("no file matches the pattern {!r}".format(pattern))
-    return files
+    return found
 
 
 def _expand_braces(pattern: str) -> List[str]:
@@ -147,6 +154,41 @@ def _expand_braces(pattern: str) -> List[str]:
         before, after = pattern[: braces.start()], pattern[braces.end() :]
         return [name for option in options for name in _expand_braces(before + option + after)]
     return [pattern]
+
+
+class _Local:
+    """Where files are looked for."""
+
+    exists = staticmethod(os.path.exists)
+    isdir = staticmethod(os.path.isdir)
+
+    def glob(self, pattern: str) -> List[str]:
+        return glob.glob(pattern, recursive=True)
+
+
+class _Remote:
+    """The same, by a package that knows the protocol of a URL."""
+
+    def __init__(self, url: str) -> None:
+        with _reaching(url):
+            self._system, _ = _import_fsspec().core.url_to_fs(url)
+        self._protocol = url[: url.index("://") + 3]
+
+    def exists(self, url: str) -> bool:
+        with _reaching(url):
+            return bool(self._system.exists(url))
+
+    def isdir(self, url: str) -> bool:
+        with _reaching(url):
+            return bool(self._system.isdir(url))
+
+    def glob(self, pattern: str) -> List[str]:
+        if "::" in pattern:
+            raise ValueError("wildcards need a URL of one protocol, got {!r}".format(pattern))
+        with _reaching(pattern):
+            names = self._system.glob(pattern)
+        # Most systems leave the protocol out.
+        return [name if "://" in name else self._protocol + name for name in names]
 
 
 def _natural(path: str) -> Tuple[List[Union[int, str]], str]:
@@ -309,24 +351,79 @@ def _new_decoder(encoding: str) -> codecs.IncrementalDecoder:
         raise ValueError("encoding must be a text encoding that Python knows, got {!r}".format(encoding)) from error
 
 
+def _is_remote(path: str) -> bool:
+    return "://" in path
+
+
+def _open(path: str) -> IO[bytes]:
+    """Open a file, or what a URL refers to."""
+    if not _is_remote(path):
+        return open(path, "rb")
+    with _reaching(path):
+        # Not all that is opened so reads as many bytes as it is asked for; what is buffered does.
+        return io.BufferedReader(_import_fsspec().open(path, "rb").open(), _PIECE_SIZE)
+
+
+_pid = os.getpid()
+
+
+def _import_fsspec() -> Any:
+    global _pid
+    import importlib
+
+    try:
+        for module in ("fsspec.core", "fsspec.asyn"):
+            importlib.import_module(module)
+    except ImportError as error:
+        raise ImportError("URLs need the package 'fsspec' ({})".format(error)) from error
+    fsspec: Any = importlib.import_module("fsspec")
+    if _pid != os.getpid():
+        # Its thread is not in a forked process, where older releases would wait for it for ever.
+        fsspec.asyn.reset_lock()
+        _pid = os.getpid()
+    return fsspec
+
+
+@contextmanager
+def _reaching(url: str) -> Iterator[None]:
+    """Let every error name the URL; those of protocols are of many types."""
+    try:
+        yield
+    except (FileNotFoundError, PermissionError) as error:
+        raise type(error)(error.errno or errno.ENOENT, error.strerror or str(error), url) from error
+    except (ImportError, ValueError) as error:
+        raise type(error)("{}: {}".format(url, error)) from error
+    except MemoryError:
+        raise
+    except Exception as error:
+        raise OSError("{}: cannot be reached: {}: {}".format(url, type(error).__name__, error)) from error
+
+
 @contextmanager
 def _naming(path: str, place: Callable[[], str]) -> Iterator[None]:
     """Say in every error which file it comes from, and from where in it."""
     try:
         yield
     except OSError as error:
+        if error.errno is None:  # not the system's, but made by a package
+            raise OSError("{}, {}: {}".format(path, place(), error)) from error
         raise OSError(error.errno, "{} (at {})".format(error.strerror, place()), path) from error
     except (EOFError, ValueError) as error:
         raise ValueError("{}, {}: {}".format(path, place(), error)) from error.__cause__ or error
     except ImportError as error:
         raise ImportError("{}: {}".format(path, error)) from error
+    except Exception as error:
+        if not _is_remote(path) or isinstance(error, MemoryError):
+            raise
+        # Protocols have errors of many types.
+        raise OSError("{}, {}: {}: {}".format(path, place(), type(error).__name__, error)) from error
 
 
 def _line_runs(path: str, decoder: codecs.IncrementalDecoder, encoding: str) -> Generator[List[str], None, None]:
     """Yield the lines in runs of about a block, so that handing out one line costs no Python code."""
     num_lines = 0
     unfinished: List[str] = []  # of the line whose end is still to come: joined once, however long the line is
-    with open(path, "rb") as file, _naming(path, lambda: "line {}".format(num_lines + 1)):
+    with _open(path) as file, _naming(path, lambda: "line {}".format(num_lines + 1)):
         for text in _decoded(_blocks(file), decoder, encoding):
             unfinished.append(text)
             if "\n" in text:
@@ -343,7 +440,7 @@ def _byte_lines(path: str) -> Iterator[List[bytes]]:
     """Yield the lines of a file that may be compressed, with their newlines, in runs; "-" is standard input."""
     num_lines = 0
     is_input = path == "-"
-    with open(0 if is_input else path, "rb", closefd=not is_input) as file:
+    with open(0, "rb", closefd=False) if is_input else _open(path) as file:
         with _naming("standard input" if is_input else path, lambda: "line {}".format(num_lines + 1)):
             for lines in _split_lines(_blocks(file)):
                 yield lines
@@ -414,11 +511,10 @@ def read_jsonl(path: _Path) -> Iterator[Any]:
     ...     list(read_jsonl(path))
     [{'text': 'one'}, {'text': 'two'}]
     """
-    return chain.from_iterable(_json_runs(_checked(path)))
+    return chain.from_iterable(_json_runs(_checked(path), json.JSONDecoder().decode))
 
 
-def _json_runs(path: str) -> Iterator[List[Any]]:
-    decode = json.JSONDecoder().decode
+def _json_runs(path: str, decode: Callable[[str], Any]) -> Iterator[List[Any]]:
     num_lines = 0
     with closing(_line_runs(path, _new_decoder("utf-8-sig"), "utf-8")) as runs:
         for lines in runs:
@@ -519,7 +615,7 @@ def _csv_rows(
     def place() -> str:
         return "{} (line {})".format("header" if names is None else "row {}".format(num_rows + 1), first_line)
 
-    with open(path, "rb") as file, _naming(path, place):
+    with _open(path) as file, _naming(path, place):
         lines = chain.from_iterable(_kept_lines(_decoded(_blocks(file), decoder, encoding)))
         reader = csv.reader(chain(lines, note_end()), **csv_options)
         while True:
@@ -626,7 +722,7 @@ class _Sample(Dict[str, Any]):
 def _tar_samples(path: str) -> Iterator[Dict[str, Any]]:
     sample: Optional[_Sample] = None
     keys: Set[str] = set()
-    with open(path, "rb") as file:
+    with _open(path) as file:
         tar = _Tar(_blocks(file))
         with _naming(path, lambda: tar.place):
             for name, size in tar.members():
@@ -817,8 +913,8 @@ class MappedLines(Sequence[str]):
 
     Raises:
         TypeError: ``path`` is no path.
-        ValueError: The file is compressed or no regular file. From reading a line, naming file and line: it is not
-            UTF-8, or the data have been changed.
+        ValueError: The file is compressed, no regular file, or a URL. From reading a line, naming file and line: it is
+            not UTF-8, or the data have been changed.
         OSError: The file is missing, or cannot be opened or mapped.
 
     >>> import tempfile
@@ -834,6 +930,8 @@ class MappedLines(Sequence[str]):
 
     def __init__(self, path: _Path) -> None:
         self._path = _checked(path)
+        if _is_remote(self._path):
+            raise ValueError("path must be a file that can be mapped, got the URL {!r}".format(self._path))
         with open(self._path, "rb") as file:
             status = os.fstat(file.fileno())
             if not stat.S_ISREG(status.st_mode):
@@ -916,8 +1014,9 @@ class MappedLines(Sequence[str]):
     def __iter__(self) -> Iterator[str]:
         return chain.from_iterable(self._runs())
 
-    def _runs(self) -> Iterator[List[str]]:
-        begin = end = 0
+    def _runs(self, begin: int = 0) -> Iterator[List[str]]:
+        """Yield lists of lines, from the given one on: cheaper than one line after the other."""
+        end = begin
         while begin < len(self):
             if end <= begin:
                 end = max(begin + 1, bisect_right(self._offsets, self._offsets[begin] + _BLOCK_SIZE) - 1)
@@ -998,16 +1097,27 @@ def read_parquet(path: _Path, columns: Optional[Sequence[str]] = None) -> Iterat
 
 
 def _parquet_runs(path: str, columns: Optional[List[str]]) -> Iterator[List[Dict[str, Any]]]:
-    with open(path, "rb") as file, _naming_rows(path) as count:
+    with _open(path) as file, _naming_rows(path) as count:
         pyarrow = _import_pyarrow("Parquet")
-        parquet = pyarrow.parquet.ParquetFile(file)
+        parquet = _open_parquet(pyarrow.parquet.ParquetFile, file)
         names = parquet.schema_arrow.names
         missing = [name for name in columns or () if name not in names]
         if missing:
             raise ValueError("no column {!r}, there are: {}".format(missing[0], ", ".join(names)))
+        num_rows = 0
         for group in range(parquet.num_row_groups):
             for batch in parquet.iter_batches(_ROWS_AT_A_TIME, row_groups=[group], columns=columns):
                 yield count(_rows(batch))
+                num_rows += batch.num_rows
+        if num_rows != parquet.metadata.num_rows:
+            raise ValueError("damaged: there are {} rows instead of {}".format(num_rows, parquet.metadata.num_rows))
+
+
+def _open_parquet(parquet_file: Any, file: IO[bytes]) -> Any:
+    try:
+        return parquet_file(file, page_checksum_verification=True)  # where pages have one, which is up to the writer
+    except TypeError:  # before pyarrow 14
+        return parquet_file(file)
 
 
 def read_arrow(path: _Path) -> Iterator[Dict[str, Any]]:
@@ -1037,7 +1147,7 @@ def read_arrow(path: _Path) -> Iterator[Dict[str, Any]]:
 
 
 def _arrow_runs(path: str) -> Iterator[List[Dict[str, Any]]]:
-    with open(path, "rb") as file, _naming_rows(path) as count:
+    with _open(path) as file, _naming_rows(path) as count:
         pyarrow = _import_pyarrow("Arrow")
         is_file = file.read(6) == b"ARROW1"
         file.seek(0)
@@ -1066,6 +1176,7 @@ def _rows(batch: Any) -> List[Dict[str, Any]]:
     names = batch.schema.names
     if len(set(names)) < len(names):
         raise ValueError("two columns have the same name, of: {}".format(", ".join(names)))
+    batch.validate(full=True)  # damaged offsets would make the next line read anywhere in memory
     columns = [column.to_pylist() for column in batch.columns]
     return [dict(zip(names, values)) for values in zip(*columns)]
 
@@ -1083,10 +1194,18 @@ def _naming_rows(path: str) -> Iterator[Callable[[List[T]], List[T]]]:
     with _naming(path, lambda: "row {}".format(num_rows + 1)):
         try:
             yield count
-        except OSError as error:
-            if error.errno is not None:
+        except (OSError, LookupError, MemoryError, NotImplementedError, TypeError) as error:  # of damaged data, too
+            if isinstance(error, OSError) and error.errno is not None:
                 raise
-            raise ValueError(error) from error  # pyarrow's word for damaged data, too
+            if isinstance(error, MemoryError) and not _asks_for_more_than_there_is(error):
+                raise MemoryError("{}, row {}: {}".format(path, num_rows + 1, error)) from error
+            raise ValueError(error) from error
+
+
+def _asks_for_more_than_there_is(error: MemoryError) -> bool:
+    """Return whether a package asked for more than any machine has, so that it is a length that is damaged."""
+    size = re.search("size ([0-9]+)", str(error))
+    return size is not None and int(size.group(1)) > 1 << 46
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -1099,6 +1218,8 @@ def _blocks(file: IO[bytes]) -> Iterator[bytes]:
     head = file.read(16)
     compression = _find_compression(head)
     if compression is None:
+        if _is_cut_off(head, getattr(file, "name", None)):
+            raise EOFError("the compressed data end too early")
         while head:
             yield head
             head = file.read(_BLOCK_SIZE)
@@ -1151,6 +1272,17 @@ def _compression_name(head: bytes) -> Optional[str]:
     if head.startswith(b"\x28\xb5\x2f\xfd") or re.match(rb"[\x50-\x5f]\x2a\x4d\x18", head):
         return "zstd"
     return None
+
+
+_MAGIC = {".gz": b"\x1f\x8b\x08", ".bz2": b"BZh91AY&SY", ".xz": b"\xfd7zXZ\0", ".zst": b"\x28\xb5\x2f\xfd"}
+
+
+def _is_cut_off(head: bytes, name: Any) -> bool:
+    """Return whether a file ends within what it would be recognised by, as far as its name tells."""
+    magic = _MAGIC.get(os.path.splitext(str(name))[1].lower(), b"")
+    if magic[:3] == b"BZh":
+        magic = magic[:3] + head[3:4] + magic[4:]  # the level
+    return 0 < len(head) < len(magic) and magic.startswith(head)
 
 
 def _find_compression(head: bytes) -> Optional[_Compression]:

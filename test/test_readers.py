@@ -5,6 +5,8 @@ import codecs
 import gc
 import gzip
 import importlib
+import importlib.util
+import io
 import lzma
 import os
 import pathlib
@@ -12,6 +14,7 @@ import pickle
 import random
 import re
 import sys
+import tarfile
 import tempfile
 import tracemalloc
 import unittest
@@ -28,6 +31,11 @@ try:
     zstandard = importlib.import_module("zstandard")
 except ImportError:
     zstandard = None
+
+try:
+    fsspec = importlib.import_module("fsspec")
+except ImportError:
+    fsspec = None
 
 COMPRESS = {"plain": bytes, "gzip": gzip.compress, "bzip2": bz2.compress, "xz": lzma.compress}
 if zstandard is not None:
@@ -671,6 +679,169 @@ class TestFindChunks(ReaderTestCase):
         for pattern in [3, b"a", [b"a"], None, [["a"]]]:
             with self.subTest(pattern=pattern), self.assertRaisesRegex(TypeError, "pattern must be a path .*, got "):
                 find_chunks(pattern)
+
+
+@unittest.skipIf(fsspec is None, "needs the package fsspec")
+class TestRemote(ReaderTestCase):
+    def setUp(self):
+        super().setUp()
+        self.memory = fsspec.filesystem("memory")
+        self.addCleanup(self.memory.store.clear)
+
+    def put(self, name, data):
+        with fsspec.open("memory://" + name, "wb") as file:
+            file.write(data)
+        return "memory://" + name
+
+    def serve(self):
+        """Serve the folder over HTTP, and return its URL."""
+        if importlib.util.find_spec("aiohttp") is None:
+            self.skipTest("needs the package aiohttp")
+        import http.server
+        import threading
+
+        folder = self.folder
+
+        class Handler(http.server.SimpleHTTPRequestHandler):
+            def translate_path(self, path):
+                return os.path.join(folder, *path.split("/"))
+
+            def log_message(self, *args):
+                pass
+
+        server = http.server.HTTPServer(("127.0.0.1", 0), Handler)
+        thread = threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.01})
+        thread.start()
+
+        def stop():
+            server.shutdown()
+            thread.join()
+            server.server_close()
+
+        self.addCleanup(stop)
+        return "http://127.0.0.1:{}/".format(server.server_address[1])
+
+    def test_urls_are_read_like_files(self):
+        for name, compress in COMPRESS.items():
+            with self.subTest(compression=name):
+                url = self.put("/folder/" + name, compress("one\ntwö\r\nthree".encode("utf-8")))
+                self.assertEqual(list(read_lines(url)), ["one", "twö", "three"])
+        path = self.write(gzip.compress(b"a\nb\n"))
+        self.assertEqual(list(read_lines("file://" + path)), ["a", "b"])
+        self.assertEqual(list(readers.read_jsonl(self.put("/x.jsonl", b"1\n[2]\n"))), [1, [2]])
+        self.assertEqual([dict(row) for row in readers.read_csv(self.put("/x.csv", b"a\n1\n"))], [{"a": "1"}])
+
+    def test_other_formats_are_read_from_urls(self):
+        buffer = io.BytesIO()
+        with tarfile.open(fileobj=buffer, mode="w") as tar:
+            member = tarfile.TarInfo("a.txt")
+            member.size = 3
+            tar.addfile(member, io.BytesIO(b"abc"))
+        url = self.put("/x.tar", buffer.getvalue())
+        self.assertEqual(list(readers.read_tar(url)), [{"__key__": "a", "__file__": url, "txt": b"abc"}])
+        try:
+            pyarrow = importlib.import_module("pyarrow")
+            parquet = importlib.import_module("pyarrow.parquet")
+        except ImportError:
+            return
+        table = pyarrow.table({"a": [1, 2, 3]})
+        buffer = io.BytesIO()
+        parquet.write_table(table, buffer)
+        self.assertEqual(list(readers.read_parquet(self.put("/x.parquet", buffer.getvalue()))), table.to_pylist())
+        buffer = io.BytesIO()
+        with pyarrow.ipc.new_file(buffer, table.schema) as writer:
+            writer.write_table(table)
+        self.assertEqual(list(readers.read_arrow(self.put("/x.arrow", buffer.getvalue()))), table.to_pylist())
+
+    def test_chunks_are_found_in_natural_order(self):
+        for number in [1, 2, 10]:
+            self.put("/a/part-{}.txt".format(number), b"line\n")
+        self.put("/a/b/part-3.txt", b"line\n")
+        found = find_chunks("memory://a/part-*.txt")
+        self.assertEqual([url.rsplit("/", 1)[1] for url in found], ["part-1.txt", "part-2.txt", "part-10.txt"])
+        self.assertEqual([list(read_lines(url)) for url in found], [["line"]] * 3)
+        self.assertEqual(find_chunks("memory://a/part-{1..2}.txt"), ["memory://a/part-1.txt", "memory://a/part-2.txt"])
+        self.assertTrue(any(url.endswith("/a/b/part-3.txt") for url in find_chunks("memory://a/**/part-*.txt")))
+        path = self.write(b"line\n", "part-7.txt")
+        self.assertEqual(find_chunks("file://" + self.path("part-[5-9].txt")), ["file://" + path])
+
+    def test_missing_urls_are_named(self):
+        self.put("/a/part-1.txt", b"line\n")
+        for pattern, message in [
+            ("memory://a/part-{1..2}.txt", "no such file: 'memory://a/part-2.txt' (of the pattern "),
+            ("memory://a/none*", "no file matches the pattern 'memory://a/none*'"),
+            ("memory://a", "no file matches the pattern 'memory://a'"),
+        ]:
+            with self.subTest(pattern=pattern), self.assertRaisesRegex(FileNotFoundError, re.escape(message)):
+                find_chunks(pattern)
+        lines, error = self.read_until_error("memory://nowhere", FileNotFoundError)
+        self.assertEqual((lines, error.filename), ([], "memory://nowhere"))
+        with self.assertRaisesRegex(ValueError, "wildcards need a URL of one protocol, got 'simplecache::memory://a/"):
+            find_chunks("simplecache::memory://a/*")
+
+    def test_unknown_protocol_is_an_error_that_names_the_url(self):
+        for use in [find_chunks, lambda url: list(read_lines(url))]:
+            with self.assertRaisesRegex(ValueError, "nonsense://a.*nonsense"):
+                use("nonsense://a")
+
+    def test_damage_is_an_error_that_names_url_and_line(self):
+        url = self.put("/cut.gz", gzip.compress(b"line\n" * 100)[:-9])
+        lines, error = self.read_until_error(url, ValueError)
+        self.assertGreater(len(lines), 0)
+        self.assertRegex(str(error), "^" + re.escape("{}, line {}: the gzip data end".format(url, len(lines) + 1)))
+
+    def test_errors_of_a_protocol_while_reading_are_os_errors_that_name_url_and_line(self):
+        class ProtocolError(Exception):
+            pass
+
+        class Failing(io.BytesIO):
+            def readinto(self, buffer):
+                if self.tell() >= 3000:
+                    raise ProtocolError("lost")
+                return super().readinto(memoryview(buffer)[:100])
+
+        opened = mock.Mock(**{"open.return_value": Failing(b"line\n" * 1000)})
+        with mock.patch.object(fsspec, "open", return_value=opened), mock.patch.object(readers, "_BLOCK_SIZE", 500):
+            lines, error = self.read_until_error("memory://x", OSError)
+        self.assertGreater(len(lines), 300)
+        self.assertRegex(str(error), "^memory://x, line {}: ProtocolError: lost$".format(len(lines) + 1))
+        with mock.patch.object(fsspec, "open", side_effect=ProtocolError("no route")):
+            _, error = self.read_until_error("memory://x", OSError)
+        self.assertEqual(str(error), "memory://x: cannot be reached: ProtocolError: no route")
+
+    def test_pipeline_over_urls_restores_exactly(self):
+        urls = [self.put("/p/{}.txt".format(i), b"".join(b"%d.%d\n" % (i, j) for j in range(3))) for i in range(3)]
+
+        def make():
+            return SelectManyIterator(NativeCheckpointableIterator(urls), read_lines)
+
+        check_iterator(make, ["{}.{}".format(i, j) for i in range(3) for j in range(3)])
+
+    def test_http_is_read_in_this_and_in_other_processes(self):
+        url = self.serve()
+        for number in range(4):
+            self.write(gzip.compress(b"".join(b"%d.%d\n" % (number, i) for i in range(5000))), "{}.gz".format(number))
+        urls = [url + "{}.gz".format(number) for number in range(4)]
+        self.assertEqual(find_chunks(url + "{0..3}.gz"), urls)
+        expected = ["{}.{}".format(number, i) for number in range(4) for i in range(5000)]
+        source = NativeCheckpointableIterator(urls)
+        self.assertEqual(list(SelectManyIterator(source, read_lines)), expected)
+        with ParallelSelectManyIterator(NativeCheckpointableIterator(urls), read_lines, 2) as lines:
+            self.assertEqual(list(lines), expected)
+        with self.assertRaisesRegex(FileNotFoundError, "nothing.gz"):
+            list(read_lines(url + "nothing.gz"))
+
+    def test_mapped_lines_need_a_file(self):
+        with self.assertRaisesRegex(ValueError, "path must be a file that can be mapped, got the URL 'memory://a'"):
+            readers.MappedLines("memory://a")
+
+
+class TestRemoteWithoutFsspec(ReaderTestCase):
+    def test_missing_package_is_named(self):
+        with mock.patch.dict(sys.modules, dict.fromkeys(["fsspec", "fsspec.core", "fsspec.asyn"])):
+            for use in [find_chunks, lambda url: list(read_lines(url))]:
+                with self.assertRaisesRegex(ImportError, "^s3://bucket/a.gz: URLs need the package 'fsspec'"):
+                    use("s3://bucket/a.gz")
 
 
 if __name__ == "__main__":
