@@ -31,8 +31,11 @@ setup(
     extras_require={
         # Bounds for Python 3.6: its pip takes the newest release even where that no longer runs on 3.6.
         "test": [
+            'aiohttp; python_version >= "3.9"',
+            'fsspec; python_version >= "3.8"',
             'numpy; python_version >= "3.7"',
             'pyarrow; python_version >= "3.9"',
+            'webdataset; python_version >= "3.10"',
             'numpy < 1.20; python_version < "3.7"',
             'tqdm; python_version >= "3.7"',
             'tqdm < 4.63; python_version < "3.7"',

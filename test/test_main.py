@@ -17,8 +17,10 @@ import unittest
 from unittest import mock
 
 from infinibatch import __main__ as cli
+from infinibatch import _demo, _stream, checkpoint
 from infinibatch.datasets import chunked_dataset_iterator
-from infinibatch.readers import find_chunks, read_lines
+from infinibatch.iterators import NativeCheckpointableIterator
+from infinibatch.readers import read_lines
 
 ROOT = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
 POSIX = os.name == "posix"
@@ -367,9 +369,6 @@ class TestStreamCheckpoint(CommandTestCase):
         self.assertEqual(self.num_written(), 5)
 
     def test_file_that_is_no_checkpoint_is_refused_and_kept(self):
-        from infinibatch import checkpoint
-        from infinibatch.iterators import NativeCheckpointableIterator
-
         foreign = os.path.join(self.own_folder, "foreign.json")
         checkpoint.save(NativeCheckpointableIterator([1]), foreign)
         with open(self.checkpoint, "w") as file:
@@ -405,6 +404,254 @@ class TestStreamCheckpoint(CommandTestCase):
         self.assertEqual(self.num_written(), len(lines))
         # The same again: nothing more comes before the same error.
         self.assertEqual(self.run_command(*args), (1, b"", err))
+
+
+class TestStreamFormats(CommandTestCase):
+    def write(self, name, text):
+        path = os.path.join(self.own_folder, name)
+        with gzip.open(path, "wb") as file:
+            file.write(text.encode("utf-8"))
+        return path
+
+    def lines(self, *args):
+        status, out, err = self.run_command("stream", *args)
+        self.assertEqual((status, err), (0, ""))
+        return out.decode("utf-8").split("\n")[:-1]
+
+    def test_json_lines_come_as_they_were_written_without_blank_ones(self):
+        values = ['{"a": 1.50, "b": "\\u2028"}', "[1e400]", '"\u2028"', '{"a":1,"a":2}', "12345678901234567890123"]
+        path = self.write("a.jsonl", "\n \n".join(values) + "\r\n")
+        self.assertEqual(sorted(self.lines(path, "--format", "jsonl")), sorted(values))
+        batches = self.lines(path, "--format", "jsonl", "--batch-size", 2)
+        decoded = [value for batch in batches for value in json.loads(batch)]
+        self.assertEqual(len(batches), 3)
+        self.assertEqual(sorted(map(repr, decoded)), sorted(repr(json.loads(value)) for value in values))
+
+    def test_csv_rows_become_json_objects(self):
+        path = self.write("a.csv", 'id,text\r\n1,"two\nlines, ""quoted"""\r\n2,\u2028ä\r\n')
+        expected = [{"id": "1", "text": 'two\nlines, "quoted"'}, {"id": "2", "text": "\u2028ä"}]
+        lines = self.lines(path, "--format", "csv")
+        self.assertEqual(sorted(map(json.loads, lines), key=lambda row: row["id"]), expected)
+        (batch,) = self.lines(path, "--format", "csv", "--max-tokens", 1000)
+        self.assertEqual(sorted(json.loads(batch), key=lambda row: row["id"]), expected)
+
+    def test_text_is_the_default_whatever_it_is_called(self):
+        path = self.write("a.csv", "a,b\n1\n\n")
+        self.assertEqual(sorted(self.lines(path)), ["", "1", "a,b"])
+
+    def test_line_that_is_not_in_the_format_is_named(self):
+        path = self.write("a.jsonl", "{}\n{]\n")
+        status, out, err = self.run_command("stream", path, "--format", "jsonl", "--buffer-size", 1)
+        self.assertEqual((status, out), (1, b"{}\n"))
+        self.assertRegex(err, "^infinibatch: error: {}, line 2: not JSON".format(re.escape(path)))
+        self.assertFails("invalid choice: 'tar'", "stream", path, "--format", "tar", status=2)
+
+
+class TestUrls(CommandTestCase):
+    def test_commands_take_urls(self):
+        try:
+            import fsspec
+        except ImportError:
+            self.skipTest("needs the package fsspec")
+        self.addCleanup(fsspec.filesystem("memory").store.clear)
+        for path in self.paths:
+            with open(path, "rb") as file, fsspec.open("memory://corpus/" + os.path.basename(path), "wb") as copy:
+                copy.write(file.read())
+        url = "memory://corpus/chunk-*.gz"
+        whole = self.stream()
+        status, out, err = self.run_command(
+            "stream", url, "--buffer-size", 50, "--checkpoint", self.checkpoint, "--limit", 9
+        )
+        self.assertEqual((status, out.split(b"\n")[:-1], err), (0, whole.split(b"\n")[:9], ""))
+        self.assertEqual(self.run_command("skip", self.checkpoint, 5)[0], 0)
+        out = self.stream("--checkpoint", self.checkpoint)  # from the files of the same names
+        self.assertEqual(out.split(b"\n"), whole.split(b"\n")[14:])
+        for args in [["bench", url, "--repeat", 1], ["plot", url, "--out", os.path.join(self.own_folder, "a.svg")]]:
+            with self.subTest(command=args[0]):
+                status, out, err = self.run_command(*args)
+                self.assertEqual((status, err), (0, ""))
+                self.assertIn(b"600 lines", out)
+        folder = os.path.join(self.own_folder, "out")
+        for options in [["--lines", 100], ["--chunks", 3, "--shuffle"]]:
+            status, out, err = self.run_command("split", url, "--out", folder, *options)
+            self.assertEqual((status, err), (0, ""))
+            shutil.rmtree(folder)
+
+
+class TestStreamWorkers(CommandTestCase):
+    def test_workers_change_neither_order_nor_checkpoints(self):
+        whole = self.stream("--epochs", 2)
+        out = b""
+        for workers, limit in [(2, 301), (0, 250), (1, 100), (3, 10000)]:
+            options = ["--workers", workers, "--limit", limit, "--checkpoint", self.checkpoint]
+            out += self.stream("--epochs", 2, *options)
+        self.assertEqual(out, whole)
+
+    def test_as_many_processes_read_as_are_wanted(self):
+        with mock.patch.object(_stream, "chunked_dataset_iterator", side_effect=chunked_dataset_iterator) as make:
+            self.stream("--workers", 2, "--limit", 0)
+        self.assertEqual(make.call_args[1]["num_workers"], 2)
+
+    def test_error_in_a_worker_is_plain(self):
+        path = os.path.join(self.own_folder, "bad.gz")
+        with open(path, "wb") as file:
+            file.write(gzip.compress(b"line\n" * 100)[:-10])
+        status, _, err = self.run_command("stream", path, "--workers", 1)
+        self.assertEqual(status, 1)
+        self.assertRegex(err, "^infinibatch: error: {}, line [0-9]+: .*too early\n$".format(re.escape(path)))
+
+    @unittest.skipUnless(POSIX, "needs pipes that break")
+    def test_head_ends_it_quietly(self):
+        with self.start("stream", "chunk-*.gz", "--epochs", 0, "--workers", 2) as process:
+            for _ in range(10):
+                process.stdout.readline()
+            process.stdout.close()
+            err = process.stderr.read()
+        self.assertEqual((process.returncode, err), (141, b""))
+
+
+class TestManyResumes(CommandTestCase):
+    def test_stopped_and_resumed_a_hundred_times_it_is_one_run(self):
+        for options in [[], ["--max-tokens", 60], ["--workers", 1]]:
+            with self.subTest(options=options):
+                with contextlib.suppress(FileNotFoundError):
+                    os.remove(self.checkpoint)
+                rng = random.Random(6)
+                out = b""
+                for _ in range(100 if "--workers" not in options else 10):
+                    limit = rng.choice([0, 1, 2, 3, 10, 50])
+                    more = self.stream("--epochs", 0, "--checkpoint", self.checkpoint, "--limit", limit, *options)
+                    self.assertEqual(more.count(b"\n"), limit)
+                    out += more
+                self.assertEqual(out, self.stream("--epochs", 0, "--limit", out.count(b"\n"), *options))
+
+    @unittest.skipUnless(POSIX, "needs signals")
+    def test_runs_that_are_killed_are_one_run_as_far_as_they_were_saved(self):
+        out = b""
+        rng = random.Random(2)
+        args = ["stream", "chunk-*.gz", "--buffer-size", 50, "--epochs", 0, "--save-every", 0]
+        for workers in [0, 0, 2, 0, 2]:
+            with self.start(*args, "--checkpoint", self.checkpoint, "--workers", workers) as process:
+                more = b"".join(process.stdout.readline() for _ in range(rng.randrange(500, 3000)))
+                process.kill()
+                more += process.stdout.read()
+            saved = self.num_written() - out.count(b"\n")
+            self.assertGreater(saved, 0)
+            out += b"\n".join(more.split(b"\n")[:saved]) + b"\n"
+            self.assertEqual(out.count(b"\n"), self.num_written())
+        self.assertEqual(self.stream("--epochs", 0, "--limit", self.num_written()), out)
+
+
+class TestSkip(CommandTestCase):
+    def skip(self, number, *args):
+        status, out, err = self.run_command("skip", self.checkpoint, number, *args)
+        self.assertEqual((status, err), (0, ""))
+        return out.decode("utf-8")
+
+    def test_next_run_goes_on_behind_what_was_passed_over(self):
+        for options, unit in [
+            ([], "lines"),
+            (["--max-tokens", 60], "batches"),
+            (["--epochs", 2, "--rank", 1, "--world", 4], "lines"),
+            (["--batch-size", 3, "--seed", 5, "--workers", 1], "batches"),
+        ]:
+            whole = self.stream(*options).split(b"\n")[:-1]
+            for first, number in [(0, 0), (0, 1), (5, 17), (7, 60), (2, len(whole) - 2)]:
+                with self.subTest(options=options, first=first, number=number):
+                    with contextlib.suppress(FileNotFoundError):
+                        os.remove(self.checkpoint)
+                    self.stream("--checkpoint", self.checkpoint, "--limit", first, *options)
+                    text = self.skip(number)
+                    expected = "passed over {} {}, {} since the start\n".format(number, unit, first + number)
+                    self.assertEqual(text, expected)
+                    self.assertEqual(self.num_written(), first + number)
+                    args = ["stream", "chunk-*.gz", "--buffer-size", 50, "--checkpoint", self.checkpoint]
+                    _, out, _ = self.run_command(*args, *options)
+                    self.assertEqual(out.split(b"\n")[:-1], whole[first + number :])
+
+    def test_position_is_that_of_a_run_that_wrote_them(self):
+        self.stream("--checkpoint", self.checkpoint, "--limit", 20)
+        self.skip(80)
+        other = os.path.join(self.own_folder, "other.json")
+        self.stream("--checkpoint", other, "--limit", 100)
+        self.stream("--checkpoint", other, "--limit", 0)  # stands where the other one does, said in the same way
+        self.assertEqual(self.run_command("diff", self.checkpoint, other), (0, b"", ""))
+
+    def test_chunks_before_the_position_are_not_read(self):
+        self.stream("--checkpoint", self.checkpoint, "--limit", 450)
+        self.stream("--checkpoint", self.checkpoint, "--limit", 0)  # its position was that of a block of 500 lines
+        read = []
+
+        def recording(path):
+            read.append(path)
+            return read_lines(path)
+
+        with mock.patch.dict(_stream._READERS, lines=recording):
+            self.skip(100)
+        self.assertEqual(len(read), 2)  # of six
+
+    def test_nothing_is_made_of_the_lines(self):
+        self.stream("--checkpoint", self.checkpoint, "--limit", 20, "--max-tokens", 60)
+        with mock.patch.object(json, "dumps", wraps=json.dumps) as dumps, mock.patch.object(os, "write") as write:
+            self.skip(50)
+        write.assert_not_called()
+        self.assertFalse(any(call[0] and isinstance(call[0][0], list) for call in dumps.call_args_list))
+
+    def test_files_that_were_moved_are_given(self):
+        folder = os.path.join(self.own_folder, "corpus")
+        os.mkdir(folder)
+        for path in self.paths:
+            shutil.copy(path, folder)
+        pattern = os.path.join(folder, "chunk-*.gz")
+        whole = self.stream().split(b"\n")
+        self.run_command("stream", pattern, "--buffer-size", 50, "--checkpoint", self.checkpoint, "--limit", 5)
+        os.rename(folder, folder + "-moved")
+        self.assertFails("no file matches the pattern '.*corpus/chunk", "skip", self.checkpoint, 3)
+        self.skip(3, os.path.join(folder + "-moved", "chunk-*.gz"))
+        self.assertFails("not fit", "skip", self.checkpoint, 3, *self.paths[:3])
+        out = self.stream("--checkpoint", self.checkpoint, "--limit", 1)
+        self.assertEqual(out.rstrip(b"\n"), whole[8])
+
+    def test_passing_the_end_is_an_error_that_leaves_the_checkpoint(self):
+        self.stream("--checkpoint", self.checkpoint, "--limit", 590)
+        with open(self.checkpoint, "rb") as file:
+            before = file.read()
+        self.assertFails("^infinibatch: error: only 10 lines are left, not 11\n", "skip", self.checkpoint, 11)
+        with open(self.checkpoint, "rb") as file:
+            self.assertEqual(file.read(), before)
+
+    def test_checkpoint_of_something_else_is_refused(self):
+        checkpoint.save(NativeCheckpointableIterator([1]), self.checkpoint)
+        self.assertFails(
+            "^infinibatch: error: .*: not a checkpoint of the command stream, .*call next", "skip", self.checkpoint, 1
+        )
+        self.assertFails("No such file", "skip", "nowhere.json", 1)
+        self.assertFails("is no checkpoint", "skip", self.paths[0], 1)
+        self.assertFails("must be at least 0, got -1", "skip", self.checkpoint, "--", -1, status=2)
+
+    @unittest.skipUnless(POSIX, "needs signals")
+    def test_interrupted_it_leaves_the_checkpoint(self):
+        self.stream("--epochs", 0, "--checkpoint", self.checkpoint, "--limit", 5)
+        with self.start("skip", self.checkpoint, 10**12, code=WITH_A_SIGN) as process:
+            self.assertEqual(process.stderr.readline(), b"at work\n")
+            process.send_signal(signal.SIGTERM)
+            out, err = process.communicate()
+        self.assertEqual((process.returncode, out, err), (143, b"", b""))
+        self.assertEqual(self.num_written(), 5)
+        self.assertEqual(os.listdir(self.own_folder), ["position.json"])
+
+
+# Says when it has begun to pass over lines.
+WITH_A_SIGN = """
+import sys
+from infinibatch import __main__, _stream
+pass_over = _stream._Writer.pass_over
+def pass_over_with_a_sign(self, number, advance):
+    print("at work", file=sys.stderr, flush=True)
+    pass_over(self, number, advance)
+_stream._Writer.pass_over = pass_over_with_a_sign
+sys.exit(__main__.main())
+"""
 
 
 @unittest.skipUnless(POSIX, "needs a terminal")
@@ -470,8 +717,9 @@ class TestShow(CommandTestCase):
         status, out, err = self.run_command("show", self.checkpoint)
         self.assertEqual((status, err), (0, ""))
         lines = out.decode("utf-8").split("\n")
-        self.assertRegex(lines[0], "^the command stream: settings {buffer_size 50, .*}, num_written 20")
-        for depth, name in enumerate(["BucketedReadahead", "BlockwiseShuffle", "SelectMany", "Zip"], 1):
+        pattern = "^the command stream: settings {format 'lines', buffer_size 50, .*}, files .*, num_written 20"
+        self.assertRegex(lines[0], pattern)
+        for depth, name in enumerate(["BucketedReadahead", "BlockwiseShuffle", "SelectMany", "InfinitePermutation"], 1):
             self.assertTrue(lines[depth].startswith("  " * depth + name), lines)
 
     def test_missing_or_bad_file_is_a_plain_error(self):
@@ -501,7 +749,7 @@ class TestDiff(CommandTestCase):
         lines = out.decode("utf-8").splitlines()
         self.assertRegex(lines[0], r"^the command stream: settings\.seed 0 \| 1, num_written 20 \| 570, ")
         self.assertRegex(lines[1], "^  BlockwiseShuffleIterator: random_state generator .* | generator .*")
-        self.assertRegex(lines[-1], "^ {8}[A-Z].*[^|] \\| [^|]")
+        self.assertRegex(lines[-1], "^ {6}[A-Z].*[^|] \\| [^|]")
 
     def test_same_position_is_no_difference(self):
         first, second = self.saved("a.json", "--limit", 20), self.saved("b.json", "--limit", 20)
@@ -512,284 +760,6 @@ class TestDiff(CommandTestCase):
         for files in [(first, "nowhere.json"), ("nowhere.json", first), (first, self.paths[0])]:
             with self.subTest(files=files):
                 self.assertFails("^infinibatch: error: ", "diff", *files, status=2)
-
-
-class TestSplit(CommandTestCase):
-    @classmethod
-    def setUpClass(cls):
-        super().setUpClass()
-        rng = random.Random(3)
-        cls.lines = [b'{"number": %d, "text": "%s"}\r\n' % (i, b"\x85y\xff" * rng.randrange(40)) for i in range(300)]
-        cls.lines[7] = b"\n"
-        cls.lines[-1] = cls.lines[-1].rstrip()  # no newline at the end
-        cls.data = b"".join(cls.lines)
-        cls.input = os.path.join(cls.folder, "corpus.jsonl.gz")
-        with gzip.open(cls.input, "wb") as file:
-            file.write(cls.data)
-
-    def setUp(self):
-        super().setUp()
-        self.out = os.path.join(self.own_folder, "out")
-
-    def split(self, *args, inputs=None, out=None):
-        """Return the chunks' contents, after looking at them and the manifest."""
-        out = out or self.out
-        status, text, err = self.run_command("split", *(inputs or [self.input]), "--out", out, *args)
-        self.assertEqual((status, err), (0, ""))
-        return self.read_split(out, text)
-
-    def read_split(self, out, text):
-        self.assertEqual(os.listdir(os.path.dirname(out)), [os.path.basename(out)])  # and nothing hidden
-        with open(os.path.join(out, "manifest.json"), encoding="utf-8") as file:
-            manifest = json.load(file)
-        names = find_chunks(os.path.join(out, "chunk-*"))
-        self.assertEqual([os.path.basename(name) for name in names], [chunk["name"] for chunk in manifest["chunks"]])
-        self.assertEqual(len(os.listdir(out)), len(names) + 1)
-        chunks = []
-        for name, chunk in zip(names, manifest["chunks"]):
-            with (gzip.open if name.endswith(".gz") else open)(name, "rb") as file:
-                chunks.append(file.read())
-            self.assertEqual(chunk["num_bytes"], len(chunks[-1]))
-            self.assertEqual(chunk["num_lines"], len(chunks[-1].split(b"\n")) - chunks[-1].endswith(b"\n"))
-            self.assertEqual(chunk["file_size"], os.path.getsize(name))
-        self.assertEqual(manifest["num_chunks"], len(chunks))
-        self.assertEqual(manifest["num_lines"], sum(chunk["num_lines"] for chunk in manifest["chunks"]))
-        self.assertEqual(manifest["num_bytes"], sum(map(len, chunks)))
-        summary = "{} chunks with {} lines of {} bytes".format(
-            len(chunks), manifest["num_lines"], manifest["num_bytes"]
-        )
-        self.assertEqual(text.decode("utf-8").strip(), summary)
-        return chunks
-
-    def count(self, chunk):
-        return len(chunk.split(b"\n")) - (not chunk or chunk.endswith(b"\n"))
-
-    def test_chunks_of_a_number_of_lines_hold_the_bytes_of_the_input(self):
-        for number in [1, 80, 99, 100, 300, 400]:
-            with self.subTest(lines=number):
-                chunks = self.split("--lines", number)
-                self.assertEqual(b"".join(chunks), self.data)
-                expected = [number] * (300 // number) + [300 % number] * bool(300 % number)
-                self.assertEqual([self.count(chunk) for chunk in chunks], expected)
-                shutil.rmtree(self.out)
-
-    def test_chunks_of_a_number_of_bytes_are_as_full_as_lines_allow(self):
-        for size, number in [("1", 1), ("100", 100), ("5k", 5120), ("1M", 1 << 20)]:
-            with self.subTest(bytes=size):
-                chunks = self.split("--bytes", size)
-                self.assertEqual(b"".join(chunks), self.data)
-                for chunk, following in zip(chunks, chunks[1:] + [b""]):
-                    self.assertTrue(len(chunk) <= number or self.count(chunk) == 1)
-                    if following:
-                        self.assertGreater(len(chunk) + len(b"".join(following.partition(b"\n")[:2])), number)
-                shutil.rmtree(self.out)
-
-    def test_number_of_chunks_is_met_with_lines_that_differ_by_at_most_one(self):
-        for number in [1, 7, 300]:
-            with self.subTest(chunks=number):
-                chunks = self.split("--chunks", number)
-                self.assertEqual(b"".join(chunks), self.data)
-                expected = [300 // number + (i < 300 % number) for i in range(number)]
-                self.assertEqual([self.count(chunk) for chunk in chunks], expected)
-                shutil.rmtree(self.out)
-        self.assertFails(
-            "at most the number of lines, 300, got 301", "split", self.input, "--out", self.out, "--chunks", 301
-        )
-        self.assertEqual(os.listdir(self.own_folder), [])
-
-    def test_standard_input_gives_the_same_as_a_file(self):
-        for options in [["--lines", 80], ["--bytes", "4K"], ["--chunks", 7], ["--chunks", 7, "--shuffle"]]:
-            with self.subTest(options=options):
-                expected = self.split(*options)
-                shutil.rmtree(self.out)
-                with open(self.input, "rb") as file:
-                    with self.start("split", "-", "--out", self.out, *options, stdin=file) as process:
-                        text, err = process.stdout.read(), process.stderr.read()
-                self.assertEqual((process.returncode, err), (0, b""))
-                self.assertEqual(self.read_split(self.out, text), expected)
-                shutil.rmtree(self.out)
-
-    def test_the_same_input_gives_the_same_files(self):
-        for options in [[], ["--shuffle"], ["--plain"]]:
-            contents = []
-            for _ in range(2):
-                self.split("--lines", 60, *options)
-                files = {}
-                for name in sorted(os.listdir(self.out)):
-                    with open(os.path.join(self.out, name), "rb") as file:
-                        files[name] = file.read()
-                contents.append(files)
-                shutil.rmtree(self.out)
-            with self.subTest(options=options):
-                self.assertEqual(contents[0], contents[1])
-
-    def test_names_follow_the_first_input(self):
-        plain = os.path.join(self.folder, "plain")
-        with open(plain, "wb") as file:
-            file.write(self.data)
-        for path, options, name in [
-            (self.input, [], "chunk-00000.jsonl.gz"),
-            (self.input, ["--plain"], "chunk-00000.jsonl"),
-            (plain, [], "chunk-00000.txt.gz"),
-            (plain, ["--plain"], "chunk-00000.txt"),
-        ]:
-            with self.subTest(name=name):
-                self.assertEqual(self.split("--chunks", 1, *options, inputs=[path]), [self.data])
-                self.assertEqual(sorted(os.listdir(self.out)), [name, "manifest.json"])
-                shutil.rmtree(self.out)
-
-    def test_inputs_are_joined_in_the_order_given_without_joining_lines(self):
-        other = os.path.join(self.folder, "another")
-        with open(other, "wb") as file:
-            file.write(b"one\ntwo")
-        empty = os.path.join(self.folder, "empty")
-        open(empty, "wb").close()
-        for inputs, expected in [
-            ([self.input, other], self.data + b"\none\ntwo"),
-            ([other, self.input], b"one\ntwo\n" + self.data),
-            ([other, empty], b"one\ntwo"),
-            ([empty, other, empty, other], b"one\ntwo\none\ntwo"),
-        ]:
-            with self.subTest(inputs=inputs):
-                self.assertEqual(b"".join(self.split("--lines", 1000, inputs=inputs)), expected)
-                shutil.rmtree(self.out)
-        self.assertFails("there are no lines in ", "split", empty, "--out", self.out, "--lines", 1)
-
-    def test_shuffling_keeps_every_line_once_and_depends_on_the_seed(self):
-        orders = []
-        for memory, options in [(1 << 28, []), (1 << 28, ["--seed", 1]), (20000, []), (20000, []), (1, [])]:
-            with self.subTest(memory=memory, options=options):
-                with mock.patch.object(cli, "_SHUFFLE_MEMORY", memory), mock.patch.object(cli, "_PILE_BITS", 3):
-                    chunks = self.split("--chunks", 4, "--shuffle", *options)
-                order = b"".join(chunks).split(b"\n")
-                self.assertEqual(order.pop(), b"")
-                self.assertEqual(sorted(order), sorted(self.data.split(b"\n")))
-                orders.append(order)
-                shutil.rmtree(self.out)
-        self.assertEqual(orders[2], orders[3])
-        for i, j in [(0, 1), (0, 2), (2, 4)]:
-            self.assertNotEqual(orders[i], orders[j])
-        for order in orders:  # lines end up anywhere
-            places = [order.index(line.rstrip(b"\n")) for line in self.lines[10:110]]
-            self.assertLess(min(places), 60)
-            self.assertGreater(max(places), 240)
-
-    def test_every_order_is_equally_likely_also_through_temporary_files(self):
-        counts = collections.Counter()
-        for memory in [1 << 28, 1]:
-            for seed in range(300):
-                with mock.patch.object(cli, "_SHUFFLE_MEMORY", memory), mock.patch.object(cli, "_PILE_BITS", 1):
-                    runs = cli._shuffled_runs(iter([[b"a\n", b"b\n"], [b"c\n"]]), random.Random(seed), self.own_folder)
-                    counts[memory, b"".join(line for run in runs for line in run)] += 1
-        self.assertEqual(len(counts), 12)
-        for order, count in counts.items():
-            with self.subTest(order=order):
-                self.assertTrue(20 < count < 80, count)  # 50 with a deviation of 6.5
-
-    def test_folder_that_holds_something_is_refused_and_an_empty_one_taken(self):
-        os.mkdir(self.out)
-        self.assertEqual(b"".join(self.split("--lines", 1000)), self.data)
-        self.assertFails(
-            "--out must be a new or an empty folder, got .*out", "split", self.input, "--out", self.out, "--lines", 1
-        )
-        self.assertEqual(sorted(os.listdir(self.out)), ["chunk-00000.jsonl.gz", "manifest.json"])
-        file = os.path.join(self.own_folder, "file")
-        open(file, "wb").close()
-        self.assertFails("--out must be a new or an empty folder", "split", self.input, "--out", file, "--lines", 1)
-
-    def test_current_folder_and_mounts_are_refused(self):
-        with tempfile.TemporaryDirectory() as folder, mock.patch.object(os, "curdir", folder):
-            self.assertFails("can be replaced", "split", self.input, "--out", folder, "--lines", 1)
-            self.assertEqual(os.listdir(folder), [])
-        with mock.patch.object(os.path, "ismount", return_value=True):
-            self.assertFails("can be replaced", "split", self.input, "--out", self.out, "--lines", 1)
-
-    def test_missing_folders_above_are_made(self):
-        out = os.path.join(self.own_folder, "a", "b", "out")
-        self.assertEqual(b"".join(self.split("--lines", 1000, out=out)), self.data)
-
-    def test_damaged_input_is_an_error_and_leaves_nothing(self):
-        cut = os.path.join(self.folder, "cut.gz")
-        with open(self.input, "rb") as whole, open(cut, "wb") as file:
-            file.write(whole.read()[:-10])
-        for options in [[], ["--shuffle"]]:
-            with self.subTest(options=options):
-                self.assertFails(
-                    "^infinibatch: error: {}, line [0-9]+: .*too early".format(re.escape(cut)),
-                    "split",
-                    cut,
-                    "--out",
-                    self.out,
-                    "--lines",
-                    100,
-                    *options,
-                )
-                self.assertEqual(os.listdir(self.own_folder), [])
-
-    def test_bad_options_are_usage_errors(self):
-        cases = [
-            (["--lines", 0], "--lines: must be at least 1, got 0"),
-            (["--bytes", "0"], "--bytes: must be at least 1, got 0"),
-            (["--bytes", "12Q"], "--bytes: must be an integer, got '12Q'"),
-            (["--bytes", "M"], "--bytes: must be an integer, got ''"),
-            (["--chunks", -1], "--chunks: must be at least 1, got -1"),
-            ([], "one of the arguments --lines --bytes --chunks is required"),
-            (["--lines", 1, "--chunks", 1], "not allowed with"),
-            (["-", "-", "--lines", 1], "only once"),
-        ]
-        for options, pattern in cases:
-            with self.subTest(options=options):
-                self.assertFails(pattern, "split", self.input, *options, "--out", self.out, status=2)
-        self.assertFails("nowhere", "split", "nowhere-*", "--lines", 1, "--out", self.out)
-
-    def begin(self, *options):
-        """Start a run and wait until it has written chunks, but leave it without the rest of its input."""
-        rng = random.Random(8)
-        lines = b"".join(b"%0800x\n" % rng.getrandbits(3200) for _ in range(4000))
-        process = self.start("split", "-", "--out", self.out, *options, stdin=subprocess.PIPE)
-        process.stdin.write(lines)
-        process.stdin.flush()
-        hidden = os.path.join(self.own_folder, ".out.incomplete")
-        while "--shuffle" not in options and not (os.path.isdir(hidden) and len(os.listdir(hidden)) > 1):
-            self.assertIsNone(process.poll())
-        return process, lines
-
-    @unittest.skipUnless(POSIX, "needs signals")
-    def test_interrupted_run_leaves_nothing(self):
-        for number, status in [(signal.SIGINT, 130), (signal.SIGTERM, 143), (signal.SIGHUP, 129)]:
-            with self.subTest(signal=number):
-                process, _ = self.begin("--lines", 500)
-                process.send_signal(number)
-                _, err = process.communicate()
-                self.assertEqual((process.returncode, err), (status, b""))
-                self.assertEqual(os.listdir(self.own_folder), [])
-                self.assertEqual(b"".join(self.split("--lines", 1000)), self.data)
-                shutil.rmtree(self.out)
-
-    @unittest.skipUnless(POSIX, "needs signals")
-    def test_killed_run_leaves_nothing_that_looks_like_a_chunk_and_the_next_one_starts_anew(self):
-        process, _ = self.begin("--lines", 500)
-        process.kill()
-        process.communicate()
-        self.assertEqual(os.listdir(self.own_folder), [".out.incomplete"])
-        for pattern in ["*", "*/*", "**/*", "**/*.gz", "out/*"]:
-            with self.subTest(pattern=pattern), self.assertRaises(FileNotFoundError):
-                find_chunks(os.path.join(self.own_folder, pattern))
-        self.assertEqual(b"".join(self.split("--lines", 1000)), self.data)
-
-    @unittest.skipUnless(POSIX, "needs locks")
-    def test_second_run_at_once_is_refused_and_does_not_disturb_the_first(self):
-        process, lines = self.begin("--lines", 500)
-        self.assertFails("another run is at work", "split", self.input, "--out", self.out, "--lines", 1)
-        text, err = process.communicate()
-        self.assertEqual((process.returncode, err), (0, b""))
-        self.assertEqual(b"".join(self.read_split(self.out, text)), lines)
-
-    def test_chunks_are_those_that_stream_reads(self):
-        self.split("--lines", 10, inputs=self.paths)
-        status, out, err = self.run_command("stream", os.path.join(self.out, "chunk-*"))
-        self.assertEqual((status, err), (0, ""))
-        self.assertEqual(sorted(out.decode("utf-8").split("\n")[:-1]), sorted(self.corpus))
 
 
 class TestDemo(CommandTestCase):
@@ -805,14 +775,14 @@ class TestDemo(CommandTestCase):
         )
 
     def test_demo_fails_where_the_batches_are_others(self):
-        pipeline = cli._demo_pipeline
+        pipeline = _demo._demo_pipeline
 
         def shifted_pipeline(folder):  # in this process; not in those that are killed and resumed
             batches = pipeline(folder)
             next(batches)
             return batches
 
-        with mock.patch.object(cli, "_demo_pipeline", shifted_pipeline):
+        with mock.patch.object(_demo, "_demo_pipeline", shifted_pipeline):
             status, out, err = self.run_command("demo")
         self.assertEqual((status, err), (1, ""))
         self.assertIn(b"    NO ", out)
