@@ -43,6 +43,7 @@ setup(
             'zstandard < 0.20; python_version < "3.7"',
         ],
         "docs": ["pdoc3"],
+        "torch": ["torch", "torchdata", "lightning", "accelerate"],
     },
     classifiers=[
         "Development Status :: 4 - Beta",

@@ -145,10 +145,13 @@ True
 - `infinibatch.iterators` has all the stages, and is the advanced guide: what is lazy, who owns what, what a checkpoint
   costs, a complete pipeline for training and one for inference.
 - `infinibatch.readers` reads what chunks hold.
+- `infinibatch.torch` makes a pipeline a PyTorch data set, and does what several ranks must do together.
 - `infinibatch.testing` checks an iterator of your own.
 - `python -m infinibatch demo` shows a run that is killed and resumed, `python -m infinibatch stream` shuffles a corpus
   from the shell.
 '''
+from typing import Any
+
 from . import datasets, iterators
 from .datasets import bump_seed, chunked_dataset_iterator, sharded_dataset_iterator
 from .iterators import (
@@ -221,3 +224,11 @@ __all__ = [
     "iterators",
     "sharded_dataset_iterator",
 ]
+
+
+def __getattr__(name: str) -> Any:
+    if name == "__pdoc__":  # what the generated reference leaves out
+        from importlib.util import find_spec
+
+        return {} if find_spec("torch") else {"torch": False}
+    raise AttributeError("module {!r} has no attribute {!r}".format(__name__, name))
