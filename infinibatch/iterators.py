@@ -864,7 +864,7 @@ class _RunIterator(_Stage[T]):
         elif isinstance(run, abc.Sequence):
             if self._end > len(run):
                 raise self._too_far(len(run))
-            # Lines of a file in memory come in lists; another sequence may compute an item only when it is asked for it.
+            # Lines of a mapped file come in lists; another sequence may compute an item only when it is asked for.
             runs = getattr(run, "_runs", None)
             self._stream = chain.from_iterable(runs(self._end)) if runs else _items_from(run, self._end)
         else:

@@ -151,7 +151,11 @@ class TestBenchmark(unittest.TestCase):
             universal_newlines=True,
         )
         self.assertEqual(process.returncode, 0, process.stdout)
-        for text in ("| shuffle, blocks of 10,000 |", "| ShardedIterator, 16 shards |", "the other Infinibatch: shuffled"):
+        for text in (
+            "| shuffle, blocks of 10,000 |",
+            "| ShardedIterator, 16 shards |",
+            "the other Infinibatch: shuffled",
+        ):
             self.assertIn(text, process.stdout)
 
 

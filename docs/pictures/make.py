@@ -1,8 +1,8 @@
 #!/usr/bin/env python3
 """Make the pictures of docs/sizes.md: `python docs/pictures/make.py`, which needs nothing but Python.
 
-The corpus is 20,000 lines of 2 to 60 words in 50 files of 400 lines. Each picture is that of `python -m infinibatch plot`
-with other options, so what it shows is the order of the pipeline itself.
+The corpus is 20,000 lines of 2 to 60 words in 50 files of 400 lines. Each picture is that of
+`python -m infinibatch plot` with other options, so what it shows is the order of the pipeline itself.
 """
 
 import os
