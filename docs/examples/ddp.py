@@ -52,4 +52,5 @@ for step, batch in enumerate(in_step(batches, drop_last=False), start=1):
         if done == args.rounds:
             break
 
+dist.barrier()  # no rank leaves while another may still need it
 dist.destroy_process_group()
