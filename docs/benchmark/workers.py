@@ -4,10 +4,10 @@
     python docs/benchmark/workers.py                 # every case, some minutes
     python docs/benchmark/workers.py lines map       # some of them
 
-Runs under any supported interpreter; `arrays` needs NumPy. Each case runs what it compares in turns, each round
-beginning with another one, and measures time on the wall: work in two processes at once is what these stages are for.
-So it needs two idle cores, or many rounds to catch moments when they are idle. Ratios are those of the fastest rounds.
-Everything from starting the processes to the last item counts.
+Runs under any supported interpreter; `arrays` needs NumPy, and takes PyTorch if it is there. Each case runs what it
+compares in turns, each round beginning with another one, and measures time on the wall: work in two processes at once
+is what these stages are for. So it needs two idle cores, or many rounds to catch moments when they are idle. Ratios are
+those of the fastest rounds. Everything from starting the processes to the last item counts.
 """
 
 import argparse
@@ -179,7 +179,7 @@ class Arrays:
 
 
 def arrays(count: int, rounds: int) -> None:
-    """NumPy arrays of 4 MiB, fresh ones."""
+    """NumPy arrays of 4 MiB, fresh ones, and tensors where PyTorch is installed."""
     try:
         items = Arrays(max(count // 2_000, 20))
     except ImportError:
@@ -192,6 +192,27 @@ def arrays(count: int, rounds: int) -> None:
         "made and dropped in this process": job(lambda: items),
     }
     report("arrays of 4 MiB, buffer 8", len(items), rounds, jobs, {"PrefetchIterator": 1 / 5})
+    try:
+        import torch
+    except ImportError:
+        print("tensors: PyTorch is missing", file=sys.stderr)
+        return
+
+    class Tensors(torch.utils.data.IterableDataset):  # type: ignore[misc,name-defined,unused-ignore]
+        def __iter__(self) -> Iterator[Any]:
+            return map(torch.from_numpy, items)
+
+        def __len__(self) -> int:
+            return len(items)
+
+    tensors = Tensors()
+
+    def loaded() -> Iterable[Any]:
+        return torch.utils.data.DataLoader(tensors, batch_size=None, num_workers=1, prefetch_factor=8)
+
+    ours = "PrefetchIterator"
+    jobs = {"DataLoader, 1 worker": job(loaded), ours: job(lambda: prefetched(tensors, 8))}
+    report("tensors of 4 MiB, 8 ahead", len(items), rounds, jobs, {ours: 1 / 3})
 
 
 def work(steps: int, item: Any) -> int:
