@@ -113,7 +113,7 @@ def _split(options: argparse.Namespace) -> int:
             json.dump(manifest, file, indent=1)
             file.flush()
             os.fsync(file.fileno())
-    print("{num_chunks} chunks with {num_lines} lines of {num_bytes} bytes".format(**manifest))
+    print("{num_chunks} chunks: {num_lines} lines, {num_bytes} bytes".format(**manifest))
     return 0
 
 

@@ -66,7 +66,7 @@ def add_pipeline_options(parser: argparse.ArgumentParser) -> None:
     batches = parser.add_mutually_exclusive_group()
     batches.add_argument("--batch-size", type=at_least(1), metavar="N", help="batches of N lines")
     batches.add_argument(
-        "--max-tokens", type=at_least(1), metavar="N", help="batches whose longest line times their size is N words"
+        "--max-tokens", type=at_least(1), metavar="N", help="batches of at most N words, padding included"
     )
     add("--workers", type=at_least(0), default=0, metavar="N", help="processes that read files (%(default)s)")
 

@@ -655,6 +655,28 @@ sys.exit(__main__.main())
 
 
 @unittest.skipUnless(POSIX, "needs a terminal")
+@unittest.skipUnless(POSIX, "closes standard streams as a POSIX shell does")
+class TestClosedStreams(CommandTestCase):
+    def closed(self, descriptor, *args):
+        close = "import os, sys; os.close({}); os.execv(sys.executable, [sys.executable] + sys.argv[1:])"
+        process = self.start("-m", "infinibatch", *args, code=close.format(descriptor))
+        out, err = process.communicate()
+        return process.returncode, out, err
+
+    def test_without_a_place_for_errors_the_output_is_the_same(self):
+        args = ["stream", "chunk-*.gz", "--buffer-size", 50, "--checkpoint", self.checkpoint]
+        expected = self.stream()
+        self.assertEqual(self.closed(2, *args), (0, expected, b""))
+        self.assertEqual(self.closed(2, *args), (0, b"", b""))  # a note that nothing is left is no output
+        self.assertEqual(self.closed(2, "stream", "missing"), (1, b"", b""))
+
+    def test_without_a_place_for_output_nothing_is_done(self):
+        args = ["stream", "chunk-*.gz", "--checkpoint", self.checkpoint]
+        error = b"infinibatch: error: the standard output is closed\n"
+        self.assertEqual(self.closed(1, *args), (1, b"", error))
+        self.assertFalse(os.path.exists(self.checkpoint))
+
+
 class TestProgress(CommandTestCase):
     def on_terminal(self, *args, terminal_output=False, **options):
         """Run with a terminal as standard error, and return what it shows."""
@@ -701,7 +723,7 @@ class TestProgress(CommandTestCase):
             args = ["split", "chunk-*.gz", "--out", out, "--chunks", 3, "--shuffle"]
             shown = self.on_terminal(*args, terminal_output=True, code=WITHOUT_TQDM)
         pattern = (
-            r"^\r600 lines counted, [0-9,]+/s \r\n\r600 lines read, .*\r\n\r600 lines written, .*\r\n3 chunks with"
+            r"^\r600 lines counted, [0-9,]+/s \r\n\r600 lines read, .*\r\n\r600 lines written, .*\r\n3 chunks:"
         )
         self.assertRegex(shown, pattern)
 

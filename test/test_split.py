@@ -62,7 +62,7 @@ class TestSplit(test_main.CommandTestCase):
         self.assertEqual(manifest["num_chunks"], len(chunks))
         self.assertEqual(manifest["num_lines"], sum(chunk["num_lines"] for chunk in manifest["chunks"]))
         self.assertEqual(manifest["num_bytes"], sum(map(len, chunks)))
-        summary = "{} chunks with {} lines of {} bytes".format(
+        summary = "{} chunks: {} lines, {} bytes".format(
             len(chunks), manifest["num_lines"], manifest["num_bytes"]
         )
         self.assertEqual(text.decode("utf-8").strip(), summary)
