@@ -75,6 +75,7 @@ _HEADER = struct.Struct("<iiQ")
 _RECORD = struct.Struct("<qq")
 _TAKEN, _WAITED, _GRANTED = -1, -2, -3
 _MESSAGE, _ERROR, _END = range(3)
+_CONSUMER, _WORKER = range(2)
 
 _PROTOCOL = min(pickle.HIGHEST_PROTOCOL, 5)
 
@@ -510,42 +511,38 @@ class Link(_Channel):
 class ThreadLink:
     """What the target of a worker thread gets; the methods are those of `Link`, messages are passed as they are."""
 
+    _taken_up = 0  # of what the consumer has granted
+
     def __init__(self, shared: "_Shared") -> None:
         self._shared = shared
 
     @property
     def waited(self) -> float:
-        return self._shared.worker_waited
+        return self._shared.waited[_WORKER]
 
     def send(self, message: Any) -> None:
         self.finish(_MESSAGE, message)
 
     def finish(self, kind: int, content: Any) -> None:
         shared = self._shared
-        with shared.changed:
-            shared.wait(lambda: shared.closed or len(shared.to_consumer) < shared.messages, worker=True)
-            if shared.closed:
-                raise Closed
-            shared.to_consumer.append((kind, content))
-            shared.changed.notify_all()
+        self._wait(lambda: len(shared.to_consumer) < shared.messages)
+        shared.to_consumer.append((kind, content))
+        shared.wake(_CONSUMER)
 
     def receive(self) -> Any:
-        shared = self._shared
-        with shared.changed:
-            shared.wait(lambda: shared.closed or bool(shared.to_worker), worker=True)
-            if shared.closed:
-                raise Closed
-            return shared.to_worker.popleft()
+        self._wait(lambda: bool(self._shared.to_worker))
+        return self._shared.to_worker.popleft()
 
     def granted(self, block: bool) -> int:
-        shared = self._shared
-        with shared.changed:
-            if block:
-                shared.wait(lambda: shared.closed or shared.granted > 0, worker=True)
-            if shared.closed:
-                raise Closed
-            number, shared.granted = shared.granted, 0
-            return number
+        self._wait(lambda: not block or self._shared.granted > self._taken_up)
+        granted = self._shared.granted
+        number, self._taken_up = granted - self._taken_up, granted
+        return number
+
+    def _wait(self, condition: Callable[[], bool]) -> None:
+        self._shared.wait(condition, _WORKER)
+        if self._shared.closed:
+            raise Closed
 
 
 def _serve(target: Target, link: Any) -> None:
@@ -900,32 +897,42 @@ class _Process(_Channel):
 
 
 class _Shared:
-    """What the two ends of a worker thread share."""
+    """
+    What the two ends of a worker thread share.
+
+    No lock guards it, for Ctrl-C can come between the taking of a lock and the statement that would release it again:
+    each attribute is written by one end alone, or a deque.
+    """
 
     def __init__(self, messages: int) -> None:
         self.messages = messages  # that may be under way to the consumer before the worker waits
-        self.changed = threading.Condition()
         self.to_worker: Deque[Any] = deque()
         self.to_consumer: Deque[Tuple[int, Any]] = deque()
         self.closed = False
-        self.granted = 0
-        self.consumer_waited = self.worker_waited = 0.0
+        self.granted = 0  # since the start
+        self.waited = [0.0, 0.0]  # seconds, of the consumer and of the worker
+        self._bells = [threading.Lock(), threading.Lock()]  # free once rung, and taken by who hears it
+        for bell in self._bells:
+            bell.acquire()
 
-    def wait(self, condition: Callable[[], bool], worker: bool) -> None:
-        """Wait for the condition, with the lock held."""
-        if condition():
+    def wait(self, condition: Callable[[], bool], end: int) -> None:
+        """Wait, at one end, for the condition or for `closed`."""
+        if self.closed or condition():
             return
         started = time.perf_counter()
         try:
-            while not condition():
-                # Not for ever: a finalizer sets `closed` without taking the lock.
-                self.changed.wait(_PATIENCE_SECONDS)
+            while not (self.closed or condition()):
+                # Not for ever: an interrupt may have come between hearing the bell and looking.
+                self._bells[end].acquire(timeout=_PATIENCE_SECONDS)
         finally:
-            seconds = time.perf_counter() - started
-            if worker:
-                self.worker_waited += seconds
-            else:
-                self.consumer_waited += seconds
+            self.waited[end] += time.perf_counter() - started
+
+    def wake(self, end: int) -> None:
+        """Let the other end look at its condition again."""
+        try:
+            self._bells[end].release()
+        except RuntimeError:
+            pass  # rung before, and not heard yet
 
 
 class _Thread:
@@ -945,36 +952,33 @@ class _Thread:
 
     @property
     def waited(self) -> float:
-        return self._shared.consumer_waited
+        return self._shared.waited[_CONSUMER]
 
     @property
     def peer_waited(self) -> float:
-        return self._shared.worker_waited
+        return self._shared.waited[_WORKER]
 
     @property
     def closed(self) -> bool:
         return self._shared.closed
 
     def send(self, message: Any) -> None:
-        with self._shared.changed:
-            self._shared.to_worker.append(message)
-            self._shared.changed.notify_all()
+        self._shared.to_worker.append(message)
+        self._shared.wake(_WORKER)
 
     def grant(self, number: int) -> None:
-        with self._shared.changed:
-            self._shared.granted += number
-            self._shared.changed.notify_all()
+        self._shared.granted += number
+        self._shared.wake(_WORKER)
 
     def receive(self, feeding: Any) -> Tuple[int, Any]:
         shared = self._shared
         try:
-            with shared.changed:
-                shared.wait(lambda: shared.closed or bool(shared.to_consumer), worker=False)
-                if shared.closed:
-                    raise RuntimeError("worker {} was closed by another thread".format(self.pid))
-                message = shared.to_consumer.popleft()
-                shared.changed.notify_all()
-                return message
+            shared.wait(lambda: bool(shared.to_consumer), _CONSUMER)
+            if shared.closed:
+                raise RuntimeError("worker {} was closed by another thread".format(self.pid))
+            message = shared.to_consumer.popleft()
+            shared.wake(_WORKER)
+            return message
         except BaseException:
             self.close()
             raise
@@ -986,10 +990,8 @@ class _Thread:
         if self._shut_at is None:
             self._shut_at = time.monotonic()
             self._shared.closed = True
-            # A finalizer may run in the middle of anything; whoever holds the lock looks again soon.
-            if self._shared.changed.acquire(blocking=False):
-                self._shared.changed.notify_all()
-                self._shared.changed.release()
+            self._shared.wake(_CONSUMER)
+            self._shared.wake(_WORKER)
 
     def close(self, quiet: bool = False) -> None:
         if self.owner != os.getpid() or self._over:
@@ -1146,7 +1148,9 @@ def _main_module() -> Dict[str, Any]:
     if name is not None:
         data["init_main_from_name"] = name
     elif path is not None:
-        data["init_main_from_path"] = os.path.normpath(os.path.join(start or "", path))
+        path = os.path.normpath(os.path.join(start or "", path))
+        if os.path.exists(path):  # not '<stdin>'
+            data["init_main_from_path"] = path
     return data
 
 

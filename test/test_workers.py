@@ -1254,6 +1254,24 @@ class SurroundingsTest(WorkerCase):
         status, out, err, _ = self.script_file(code, "argument")
         self.assertEqual((status, out, err), (0, "('__mp_main__', ['argument'])\nodd\n", ""))
 
+    def test_spawn_works_in_a_program_from_the_standard_input(self):
+        code = """
+            from infinibatch.iterators import MapIterator, NativeCheckpointableIterator, PrefetchIterator
+            letters = MapIterator(NativeCheckpointableIterator("ab"), str.upper)
+            with PrefetchIterator(letters, 2, start="spawn") as items:
+                print(list(items))
+        """
+        process = subprocess.Popen(
+            [sys.executable, "-W", "error", "-"],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            universal_newlines=True,
+            env=environment(),
+        )
+        out, err = process.communicate(textwrap.dedent(code), timeout=30)
+        self.assertEqual((process.returncode, out, err), (0, "['A', 'B']\n", ""))
+
     def test_spawn_without_a_guard_in_the_main_module_is_explained(self):
         code = """
             from infinibatch._workers import Worker
