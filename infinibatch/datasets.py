@@ -15,6 +15,7 @@ from .iterators import (
     ShardedIterator,
     _function,
     _integer,
+    _list,
     create_source_iterator,
 )
 
@@ -31,16 +32,28 @@ def bump_seed(seed: Any, step: int = 1) -> Any:
         step: what is added to the number.
 
     Raises:
-        TypeError: the seed is text.
+        TypeError: the seed is text, or something else that is no number.
 
     >>> bump_seed(1), bump_seed(None)
     (2, None)
     """
     if seed is None or isinstance(seed, Keyed):
         return seed
-    if isinstance(seed, (str, bytes, bytearray)):
-        raise TypeError("seed must be a number or None for a pipeline of several random stages, got {!r}".format(seed))
-    return seed + step
+    try:
+        return seed + step
+    except TypeError:
+        raise TypeError(
+            "seed must be a number or None for a pipeline of several random stages, got {!r}".format(seed)
+        ) from None
+
+
+def _chunks(chunk_refs: Any) -> List[Any]:
+    if isinstance(chunk_refs, (str, bytes)):  # whose characters would be the chunks
+        raise TypeError(
+            "chunk_refs must be a list of chunks, got {!r:.80} (infinibatch.readers.find_chunks makes one of a "
+            "pattern)".format(chunk_refs)
+        )
+    return _list("chunk_refs", chunk_refs)
 
 
 def chunked_dataset_iterator(
@@ -83,13 +96,14 @@ def chunked_dataset_iterator(
     Raises:
         ValueError: `buffer_size` is below 1, `instance_rank` is out of range, the list is empty, `shuffle` without
             `train`, `num_epochs` is below 1 or given without `train`, or several instances shuffle without a seed.
-        TypeError: `read_chunk_fn` or `transform` is not callable.
+        TypeError: `read_chunk_fn` or `transform` is not callable, or `chunk_refs` is no list.
 
     >>> chunks = {"a": [1, 2, 3], "b": [4, 5]}
     >>> items = chunked_dataset_iterator(["a", "b"], chunks.get, buffer_size=5, seed=1)
     >>> sorted(next(items) for _ in range(5))
     [1, 2, 3, 4, 5]
     """
+    chunk_refs = _chunks(chunk_refs)
     _function("read_chunk_fn", read_chunk_fn)
     _integer("buffer_size", buffer_size)
     refs: CheckpointableIterator[R]
@@ -147,14 +161,15 @@ def sharded_dataset_iterator(
         shuffle: whether to shuffle chunks and items.
         transform: function that is applied to each item.
         make_batches: function from a shard's items to an iterator of batches, for example
-            `lambda items: FixedBatchIterator(items, 32)`; None serves items.
+            `lambda items: FixedBatchIterator(items, 32)`; None serves items. A random stage in it should have a `Keyed`
+            seed: with a plain one it draws the same numbers in each shard, and is most of the checkpoint.
         num_instances: number of ranks.
         instance_rank: number of this one, from 0 to `num_instances` - 1.
         num_processes: number of processes that run the shards; 0 runs them in this one.
 
     Raises:
         ValueError: a number is out of range, or there are fewer chunks than shards.
-        TypeError: a function is not callable, or the seed is none.
+        TypeError: a function is not callable, `chunk_refs` is no list, or the seed is none.
 
     >>> chunks = {name: [name + str(i) for i in range(4)] for name in "abcd"}
     >>> def make(num_instances, instance_rank):
@@ -171,7 +186,7 @@ def sharded_dataset_iterator(
     >>> sorted(first + [item for rank in ranks for item in rank]) == sorted(sum(chunks.values(), []))
     True
     """
-    refs = list(chunk_refs)
+    refs = _chunks(chunk_refs)
     _function("read_chunk_fn", read_chunk_fn)
     if len(refs) < _integer("num_shards", num_shards):
         raise ValueError("num_shards must be at most the number of chunks, {}, got {}".format(len(refs), num_shards))

@@ -72,6 +72,10 @@ ZeroDivisionError: integer division or modulo by zero
 An iterator owns its sources. Once an iterator is the source of another one, nobody else reads from it, and nobody asks
 it for its state. Two stages cannot share a source: each needs one of its own.
 
+A pipeline serves one caller at a time. While `next()` is at work, neither another thread, nor a function that the
+pipeline calls, nor a handler of a signal may use the same pipeline: let the handler set a flag, and save the state when
+`next()` has returned. Only `close()` may come from anywhere.
+
 An iterator that keeps a position of its own rewinds its source when it is built; `MapIterator` and `ZipIterator`, which
 keep none, leave it where it is. `close()` of the root closes all; as a context manager, a pipeline closes itself.
 
@@ -87,27 +91,34 @@ once, when the stage is built: `setstate(None)` repeats the order, and checkpoin
 
 **Sources.** `NativeCheckpointableIterator` wraps a list or another iterable. `InfinitePermutationSourceIterator` and
 `ChunkedSourceIterator` yield the names of chunks, for one of several instances: endlessly in random order for training,
-once for inference; `create_source_iterator` chooses. `RandomIterator` yields random numbers.
+once for inference; `create_source_iterator` chooses. `PermutationSourceIterator` ends after a number of epochs.
+`RandomIterator` yields random numbers.
 
-**Mapping and flattening.** `MapIterator` applies a function, `ParallelMapIterator` does so in several processes,
-`SamplingRandomMapIterator` with random numbers, `RecurrentIterator` with a state that is carried on.
-`SelectManyIterator` yields the items of what a function returns: it turns the names of chunks into their items.
+**Mapping and flattening.** `MapIterator` applies a function, `SamplingRandomMapIterator` with random numbers,
+`RecurrentIterator` with a state that is carried on. `SelectManyIterator` yields the items of what a function returns:
+it turns the names of chunks into their items. `FilterIterator` leaves items out, `TakeIterator` ends after some, and
+`EnumerateIterator` counts them.
 
 **Shuffling.** `BlockwiseShuffleIterator` shuffles one block after the other, and stores positions only.
 `BufferedShuffleIterator` shuffles in a sliding buffer, and stores the buffer.
 
 **Batching.** `FixedBatchIterator` counts, `WindowedIterator` lets batches overlap, `BucketedReadaheadBatchIterator`
-puts items of like length together.
+puts items of like length together. `PackIterator` joins sequences of tokens, and cuts them into packs of one size.
 
-**Combining.** `ZipIterator` pairs items of several sources, `MultiplexIterator` takes each from the source that another
-iterator names:
+**Combining.** `ZipIterator` pairs items of several sources, `ChainIterator` takes one source after the other,
+`MixIterator` draws from them by weight, and `MultiplexIterator` takes each item from the source that another iterator
+names:
 
->>> control = MapIterator(RandomIterator(seed=1), lambda x: int(x < 0.2))  # one in five from the second corpus
->>> mixed = MultiplexIterator(control, [NativeCheckpointableIterator("abcdef"), NativeCheckpointableIterator("123")])
->>> "".join(mixed)
-'1abcdef'
+>>> corpora = [NativeCheckpointableIterator("abcdef"), NativeCheckpointableIterator("123")]
+>>> "".join(MixIterator(corpora, weights=[4, 1], seed=1, until="drained"))  # one in five from the second corpus
+'a1bcdef23'
 
-**Working ahead.** `PrefetchIterator` has the items below it ready when they are asked for.
+**Working ahead.** `PrefetchIterator` has the items below it ready when they are asked for. `ParallelMapIterator` and
+`ParallelSelectManyIterator` apply a function, or read chunks, in several processes, and keep the order. A checkpoint of
+a pipeline with a `PrefetchIterator` also restores in the same one without it.
+
+**Any number of ranks.** `ShardedIterator` serves a rank's share of a fixed number of shards, so that a run goes on with
+more ranks, or with fewer.
 
 # A pipeline for training
 
@@ -154,7 +165,8 @@ pipeline is built.
 these lie. A chunk that is a sequence (a list, not a generator) is entered in constant time. Nothing that lies before is
 read, so resuming at the end of an epoch takes as long as at its start.
 
-*Checkpoints*: 625 numbers for each random stage, a few for any other; taking one takes microseconds.
+*Checkpoints*: 625 numbers for each random stage, two if its seed is `Keyed`, a few for any other; taking one takes
+microseconds.
 """
 
 import copy
@@ -163,6 +175,7 @@ import operator
 import os
 import random
 import sys
+from _thread import get_ident
 from abc import abstractmethod
 from collections import abc, deque
 from functools import partial
@@ -209,6 +222,19 @@ def _integer(name: str, value: Any, minimum: int = 1) -> int:
     if number < minimum:
         raise ValueError("{} must be at least {}, got {}".format(name, minimum, number))
     return number
+
+
+def _list(name: str, value: Any) -> List[Any]:
+    """Return an argument that must be a list, or another iterable, as a list of its own."""
+    if not isinstance(value, abc.Iterable) and not hasattr(value, "__getitem__"):
+        raise TypeError("{} must be a list, got {!r:.80}".format(name, value))
+    return list(value)
+
+
+def _source_list(value: Any) -> List[Any]:
+    if isinstance(value, CheckpointableIterator):  # whose items are no sources, and may have no end
+        raise ValueError("source_iterators must be a list of iterators, got the iterator {!r:.80}".format(value))
+    return _list("source_iterators", value)
 
 
 def _instance(num_instances: Any, instance_rank: Any) -> Tuple[int, int]:
@@ -617,6 +643,10 @@ class CheckpointableIterator(Iterator[T]):
         """Return what the checkpoint says, everything checked that the library's stages below wrote into it."""
         return (checkpoint,)
 
+    def _check(self, checkpoint: Any) -> None:
+        """Raise what `setstate` would raise for this checkpoint, and stay."""
+        self._parse(checkpoint)
+
     def _sources(self) -> Sequence["CheckpointableIterator[Any]"]:
         source = self.__dict__.get("_source_iterator")
         return [source] if isinstance(source, CheckpointableIterator) else []
@@ -749,19 +779,34 @@ class _Stage(CheckpointableIterator[T]):
     def getstate(self) -> Checkpoint:
         return self._state()
 
+    def _own(self, checkpoint: Any) -> Tuple[Any, int]:
+        """Return a checkpoint without that of a PrefetchIterator around it, and how many items it was further."""
+        ahead = 0
+        while isinstance(checkpoint, dict) and "item_offset" in checkpoint and "source_state" in checkpoint:
+            ahead += _count(self, "item_offset", checkpoint["item_offset"])
+            checkpoint = checkpoint["source_state"]
+        return checkpoint, ahead
+
+    def _check(self, checkpoint: Any) -> None:
+        self._parse(self._own(checkpoint)[0])
+
     def setstate(self, checkpoint: Optional[Checkpoint]) -> None:
+        checkpoint, ahead = self._own(checkpoint)
         fields = self._parse(checkpoint)
-        if not (self._positioned and self._holds_foreign()):
+        if not ahead and not (self._positioned and self._holds_foreign()):
             self._restore(*fields)
             self._positioned = True
             return
         try:
-            before = self._state()
+            before = self._state() if self._positioned else None
         except Exception:  # a source that fails for good, which setstate() may mend
             before = None
         try:
             self._restore(*fields)
-        except BaseException:  # out of a user's own setstate(): all others go back to where they were
+            self._positioned = True
+            if ahead:
+                _pass_over(_adopt(self), ahead)
+        except BaseException:  # out of a user's own class or callback: all others go back to where they were
             if before is not None:
                 self._restore(*self._parse(before))
             raise
@@ -869,7 +914,7 @@ class _RunIterator(_Stage[T]):
             self._stream = chain.from_iterable(runs(self._end)) if runs else _items_from(run, self._end)
         else:
             stream = iter(run)
-            passed = sum(1 for _ in islice(stream, self._end))
+            passed = sum(1 for _ in islice(stream, min(self._end, sys.maxsize)))
             if passed < self._end:
                 raise self._too_far(passed)
             self._stream = stream
@@ -914,7 +959,7 @@ class _RunIterator(_Stage[T]):
 
     def _fill(self, out: List[T], n: int) -> None:
         length = len(out)
-        while len(out) == length:
+        while len(out) == length and n > 0:  # n is 0 only if several threads read at once: not a loop without end
             left = self._rest.__length_hint__()
             if left:
                 run = self._run
@@ -925,7 +970,7 @@ class _RunIterator(_Stage[T]):
                 return
             if self._stream is not None:
                 try:
-                    out.extend(islice(self._stream, n))
+                    out.extend(islice(self._stream, min(n, sys.maxsize)))
                 except BaseException:
                     self._pending = True
                     raise
@@ -1058,12 +1103,15 @@ class _Foreign(_ReplayIterator[T]):
     def __init__(self, iterator: CheckpointableIterator[T]) -> None:
         self._iterator = iterator
 
+    def _own(self, checkpoint: Any) -> Tuple[Any, int]:
+        return checkpoint, 0  # its keys mean what its class says
+
     def _save(self) -> Checkpoint:
         return cast(Checkpoint, _copied(self._iterator.getstate()))
 
     def _parse(self, checkpoint: Any) -> Tuple[Any, ...]:
         if not self._iterator._own_state:
-            self._iterator._parse(checkpoint)
+            self._iterator._check(checkpoint)
         return (checkpoint,)
 
     def _move(self, checkpoint: Any) -> None:
@@ -1124,7 +1172,7 @@ class NativeCheckpointableIterator(_RunIterator[T]):
             not change while it is read.
 
     Raises:
-        ValueError: the iterable is an iterator, which cannot be rewound.
+        ValueError: the iterable is an iterator, which cannot be rewound, or a range of more than `sys.maxsize` items.
         TypeError: it is no iterable.
 
     >>> letters = NativeCheckpointableIterator("abc")
@@ -1146,6 +1194,8 @@ class NativeCheckpointableIterator(_RunIterator[T]):
             )
         if not isinstance(iterable, abc.Iterable) and not hasattr(iterable, "__getitem__"):
             raise TypeError("iterable must be an iterable, got {!r:.80}".format(iterable))
+        if isinstance(iterable, range) and len(iterable[: sys.maxsize]) == sys.maxsize and iterable[sys.maxsize :]:
+            raise ValueError("iterable must have at most {} items, got {!r}".format(sys.maxsize, iterable))
         self._iterable = iterable
         self.setstate(None)
 
@@ -1252,7 +1302,7 @@ class ChunkedSourceIterator(_ListSource[T]):
     _shown = ("source_items", "num_instances", "instance_rank")
 
     def __init__(self, source_items: Iterable[T], num_instances: int = 1, instance_rank: int = 0) -> None:
-        self._source_items = list(source_items)
+        self._source_items = _list("source_items", source_items)
         self._num_instances, self._instance_rank = _instance(num_instances, instance_rank)
         self._warn_if_idle(len(self._source_items))
         self.setstate(None)
@@ -1327,7 +1377,7 @@ class InfinitePermutationSourceIterator(_ListSource[T]):
         num_instances: int = 1,
         instance_rank: int = 0,
     ) -> None:
-        items = list(source_items)
+        items = _list("source_items", source_items)
         if not items:
             raise ValueError("source_items must have at least one item, got none")
         self._num_instances, self._instance_rank = _instance(num_instances, instance_rank)
@@ -1566,7 +1616,7 @@ class MapIterator(_Stage[T]):
         self._held: List[Any] = []  # source items whose transform has not succeeded yet
 
     def _parse(self, checkpoint: Any) -> Tuple[Any, ...]:
-        self._source._parse(checkpoint)
+        self._source._check(checkpoint)
         return (checkpoint,)
 
     def _restore(self, checkpoint: Any) -> None:
@@ -1656,7 +1706,7 @@ class FilterIterator(_Stage[T]):
         self._passed: List[int] = []  # … and which of them the last call of this stage gave
 
     def _parse(self, checkpoint: Any) -> Tuple[Any, ...]:
-        self._source._parse(checkpoint)
+        self._source._check(checkpoint)
         return (checkpoint,)
 
     def _restore(self, checkpoint: Any) -> None:
@@ -1754,7 +1804,7 @@ class SelectManyIterator(_RunIterator[T]):
         if checkpoint is None:
             checkpoint = {"source_state": None, "flattened_items_yielded": 0}
         source_state, number = _keys(self, checkpoint, "source_state", "flattened_items_yielded")
-        self._source._parse(source_state)
+        self._source._check(source_state)
         return source_state, _count(self, "flattened_items_yielded", number)
 
     def _restore(self, source_state: Any, number: int) -> None:
@@ -1823,7 +1873,7 @@ class RecurrentIterator(_ReplayIterator[T]):
         if checkpoint is None:
             checkpoint = {"recurrent_state": self._initial_state, "source_state": None}
         recurrent_state, source_state = _keys(self, checkpoint, "recurrent_state", "source_state")
-        self._source._parse(source_state)
+        self._source._check(source_state)
         return recurrent_state, source_state
 
     def _move(self, recurrent_state: Any, source_state: Any) -> None:
@@ -1951,7 +2001,7 @@ class SamplingRandomMapIterator(RecurrentIterator[T]):
         if checkpoint is None:
             return None, None
         state, source_state = _keys(self, checkpoint, "recurrent_state", "source_state")
-        self._source._parse(source_state)
+        self._source._check(source_state)
         return _random_state(self, "recurrent_state", state), source_state
 
     def _set(self, state: Any) -> None:
@@ -2020,7 +2070,7 @@ class BlockwiseShuffleIterator(_RunIterator[T]):
             state, source_state = _keys(self, start, "recurrent_state", "source_state")
             if source_state is not None:
                 (source_state,) = _keys(self, source_state, "source_state")
-        self._source._parse(source_state)
+        self._source._check(source_state)
         number = _count(self, "flattened_items_yielded", number)
         if number > self._block_size:
             raise _unfit(self, "flattened_items_yielded", "at most block_size = {}".format(self._block_size), number)
@@ -2086,7 +2136,7 @@ class BufferedShuffleIterator(_Stage[T]):
         source_state, buffer, state = _keys(self, checkpoint, "source_state", "buffer", "random_state")
         if not isinstance(buffer, list) or len(buffer) > self._buffer_size:
             raise _unfit(self, "buffer", "a list of at most buffer_size = {} items".format(self._buffer_size), buffer)
-        self._source._parse(source_state)
+        self._source._check(source_state)
         full = checkpoint.get("none_slots", [])
         if not isinstance(full, list) or not all(i in range(len(buffer)) and buffer[i] is None for i in full):
             raise _unfit(self, "none_slots", "a list of slots of the buffer that hold None", full)
@@ -2229,7 +2279,7 @@ class FixedBatchIterator(_ReplayIterator[List[T]]):
         source_state = None
         if checkpoint is not None:
             (source_state,) = _keys(self, checkpoint, "source_state")
-        self._source._parse(source_state)
+        self._source._check(source_state)
         return (source_state,)
 
     def _move(self, source_state: Any) -> None:
@@ -2332,7 +2382,7 @@ class WindowedIterator(_RunIterator[Tuple[T, ...]]):
         if checkpoint is None:
             checkpoint = {"source_state": None, "item_index": 0}
         source_state, number = _keys(self, checkpoint, "source_state", "item_index")
-        self._source._parse(source_state)
+        self._source._check(source_state)
         return source_state, _count(self, "item_index", number)
 
     def _restore(self, source_state: Any, number: int) -> None:
@@ -2418,7 +2468,7 @@ class BucketedReadaheadBatchIterator(_RunIterator[List[T]]):
         if checkpoint is None:
             checkpoint = {"source_state": None, "random_state": None, "num_served": 0}
         source_state, state, number = _keys(self, checkpoint, "source_state", "random_state", "num_served")
-        self._source._parse(source_state)
+        self._source._check(source_state)
         number = _count(self, "num_served", number)
         if number > self._read_ahead:
             raise _unfit(self, "num_served", "at most read_ahead = {}".format(self._read_ahead), number)
@@ -2459,7 +2509,9 @@ class BucketedReadaheadBatchIterator(_RunIterator[List[T]]):
         start = 0
         while start < len(window):
             number = size(window[start]) if callable(size) else size
-            end = start + (number if type(number) is int else ceil(number)) if number > 1 else start + 1
+            if type(number) is not int:
+                number = ceil(min(number, len(window))) if number > 1 else 1  # it may be infinite, or NaN
+            end = start + max(number, 1)
             if boundaries is not None:
                 boundary = boundaries[start]
                 end = next((i for i in range(start + 1, min(end, len(window))) if boundaries[i] != boundary), end)
@@ -2570,7 +2622,7 @@ def _parse_each(stage: Any, key: str, states: Any, sources: Sequence["_Stage[Any
     if not isinstance(states, (list, tuple)) or len(states) != len(sources):
         raise _unfit(stage, key, "a list of the states of its {} sources".format(len(sources)), states)
     for source, state in zip(sources, states):
-        source._parse(state)
+        source._check(state)
     return tuple(states)
 
 
@@ -2589,6 +2641,7 @@ class MultiplexIterator(_Stage[T]):
     Raises:
         ValueError: `control_iterator` or a source is no `CheckpointableIterator`.
         IndexError: from `next()`, an index is out of range.
+        TypeError: from `next()`, an index is no integer.
 
     >>> control = NativeCheckpointableIterator([0, 1, 1])
     >>> list(MultiplexIterator(control, [NativeCheckpointableIterator("ab"), NativeCheckpointableIterator("xyz")]))
@@ -2602,7 +2655,7 @@ class MultiplexIterator(_Stage[T]):
         self, control_iterator: CheckpointableIterator[int], source_iterators: Sequence[CheckpointableIterator[T]]
     ) -> None:
         self._control_iterator, self._control = control_iterator, _adopt(control_iterator, "control_iterator")
-        self._source_iterators = list(source_iterators)
+        self._source_iterators = _source_list(source_iterators)
         self._items_from = [_adopt(source, "source_iterators") for source in self._source_iterators]
         self._inputs = (self._control,) + tuple(self._items_from)
         _number_keys(self._inputs)
@@ -2612,30 +2665,36 @@ class MultiplexIterator(_Stage[T]):
         if checkpoint is None:
             return (None,) * len(self._inputs)
         control_state, states = _keys(self, checkpoint, "control_iterator_state", "source_iterator_states")
-        self._control._parse(control_state)
+        self._control._check(control_state)
         return (control_state,) + _parse_each(self, "source_iterator_states", states, self._items_from)
 
     def _restore(self, *states: Any) -> None:
-        self._index: Optional[int] = None  # of the source that has not given its item yet
+        self._index: Any = _END  # of the source that has not given its item yet; anything the control yields
         for source, state in zip(self._inputs, states):
             source.setstate(state)
 
     def _save(self) -> Checkpoint:
-        if self._index is not None:
+        if self._index is not _END:
             self._control._back(1)
-            self._index = None
+            self._index = _END
         return {
             "control_iterator_state": self._control.getstate(),
             "source_iterator_states": [source.getstate() for source in self._items_from],
         }
 
     def _step(self) -> T:
-        if self._index is None:
+        if self._index is _END:
             self._index = next(self._control)
-        source = self._items_from[self._index]
+        try:
+            source = self._items_from[self._index]
+        except (IndexError, TypeError) as error:
+            number = len(self._items_from)
+            raise type(error)(
+                "control_iterator must yield indices of {} sources, got {!r:.80}".format(number, self._index)
+            ) from None
         item: T = next(source)
         self._last = source
-        self._index = None
+        self._index = _END
         return item
 
     __next__ = _step
@@ -2686,7 +2745,7 @@ class MixIterator(_ReplayIterator[T]):
         seed: Any = 0,
         until: str = "first",
     ) -> None:
-        self._source_iterators = list(source_iterators)
+        self._source_iterators = _source_list(source_iterators)
         if not self._source_iterators:
             raise ValueError("source_iterators must be at least 1, got 0")
         self._inputs = tuple([_adopt(source, "source_iterators") for source in self._source_iterators])
@@ -2835,7 +2894,7 @@ class PackIterator(_ReplayIterator[Any]):
         if checkpoint is None:
             checkpoint = {"source_state": None, "num_tokens": 0}
         source_state, number = _keys(self, checkpoint, "source_state", "num_tokens")
-        self._source._parse(source_state)
+        self._source._check(source_state)
         return source_state, _count(self, "num_tokens", number)
 
     def _move(self, source_state: Any, number: int) -> None:
@@ -2944,7 +3003,7 @@ class ChainIterator(_Stage[T]):
         index, state = _keys(self, checkpoint, "index", "source_state")
         if _count(self, "index", index) >= len(self._inputs):
             raise _unfit(self, "index", "less than the number of sources, {}".format(len(self._inputs)), index)
-        self._inputs[index]._parse(state)
+        self._inputs[index]._check(state)
         return index, state
 
     def _restore(self, index: int, state: Any) -> None:
@@ -2998,7 +3057,7 @@ class _CountingIterator(_Stage[T]):
         if checkpoint is None:
             checkpoint = {"source_state": None, "num_items_yielded": 0}
         source_state, number = _keys(self, checkpoint, "source_state", "num_items_yielded")
-        self._source._parse(source_state)
+        self._source._check(source_state)
         number = _count(self, "num_items_yielded", number)
         if number > self._num_items:
             raise _unfit(self, "num_items_yielded", "at most num_items = {}".format(self._num_items), number)
@@ -3125,7 +3184,18 @@ class _AheadIterator(_RunIterator[T]):
     _mark: Any = None
     _began = 0.0
     _left_behind: Sequence[Any] = ()  # threads that were closed and may still read the source
-    _transient: Tuple[str, ...] = ("_workers", "_left_behind", "_ended", "_moved", "_mark", "_began")
+    _reader = 0, 0  # process and thread whose call deals with the workers, if any
+    # Of a closed one, a copy is open: it stands where that stood.
+    _transient: Tuple[str, ...] = (
+        "_closed",
+        "_workers",
+        "_left_behind",
+        "_reader",
+        "_ended",
+        "_moved",
+        "_mark",
+        "_began",
+    )
 
     def _receive(self) -> Optional[Tuple[List[T], Any]]:
         """Return the next run and the source's state behind it, which is None where no mark lies; None at the end."""
@@ -3160,6 +3230,9 @@ class _AheadIterator(_RunIterator[T]):
     def _open(self) -> bool:
         if self._closed:
             raise RuntimeError("{} is closed".format(type(self).__name__))
+        me = os.getpid(), get_ident()
+        if self._reader != me and self._reader[0] == me[0]:  # this thread's own is left from an interrupt
+            raise RuntimeError("{} is being read: it serves one caller at a time".format(type(self).__name__))
         if self._ended:
             return False
         if self._mark is not None:
@@ -3171,6 +3244,7 @@ class _AheadIterator(_RunIterator[T]):
             self._workers = ()  # this process is a fork of the one that they work for
         end = self._end
         try:
+            self._reader = me
             if not self._workers:
                 self._check_source_is_free()
                 if self._moved:
@@ -3188,10 +3262,14 @@ class _AheadIterator(_RunIterator[T]):
             self._pending = False
             self._seek(0)
             return True
-        except BaseException:
+        except BaseException as error:
             self._run, self._rest, self._mark, self._end = (), iter(()), None, end
             self._stop()
+            if self._closed and isinstance(error, (IndexError, OSError)):  # by another thread, in the middle of this
+                raise RuntimeError("{} is closed".format(type(self).__name__)) from error
             raise
+        finally:
+            self._reader = 0, 0
 
     def _stop(self) -> None:
         workers, self._workers = self._workers, ()
@@ -3375,12 +3453,15 @@ class PrefetchIterator(_AheadIterator[T]):
         self._start_method = _checked_start(start)
         self.setstate(None)
 
+    def _own(self, checkpoint: Any) -> Tuple[Any, int]:
+        return checkpoint, 0
+
     def _parse(self, checkpoint: Any) -> Tuple[Any, int]:
         super()._parse(checkpoint)
         if checkpoint is None:
             checkpoint = {"source_state": None, "item_offset": 0}
         source_state, number = _keys(self, checkpoint, "source_state", "item_offset")
-        self._source._parse(source_state)
+        self._source._check(source_state)
         return source_state, _count(self, "item_offset", number)
 
     def _save(self) -> Checkpoint:
@@ -3542,7 +3623,7 @@ class ParallelMapIterator(_SharedWorkIterator[T]):
         state, number = _keys(self, checkpoint, "source_state", "flattened_items_yielded")
         if state is not None:
             (state,) = _keys(self, state, "source_state")
-        self._source._parse(state)
+        self._source._check(state)
         return state, _count(self, "flattened_items_yielded", number)
 
     def _save(self) -> Checkpoint:
@@ -3685,7 +3766,7 @@ class ParallelSelectManyIterator(_SharedWorkIterator[T]):
         if checkpoint is None:
             checkpoint = {"source_state": None, "flattened_items_yielded": 0}
         source_state, number = _keys(self, checkpoint, "source_state", "flattened_items_yielded")
-        self._source._parse(source_state)
+        self._source._check(source_state)
         return source_state, _count(self, "flattened_items_yielded", number)
 
     def _save(self) -> Checkpoint:
@@ -3733,7 +3814,7 @@ class _Shards(_Stage[Tuple[int, Any, Any, bool]]):
     _closed = False
     _pipelines: Dict[int, _Stage[Any]]
     _positioned = False
-    _transient: Tuple[str, ...] = ("_states", "_queue", "_pipelines", "_standing")
+    _transient: Tuple[str, ...] = ("_closed", "_states", "_queue", "_pipelines", "_standing")
 
     def __init__(self, make_shard: Callable[[int, int], Any], num_shards: int, shards: Sequence[int]) -> None:
         self._make_shard, self._num_shards, self._shards = make_shard, num_shards, list(shards)
@@ -3743,7 +3824,7 @@ class _Shards(_Stage[Tuple[int, Any, Any, bool]]):
         states: Checkpoint = {} if checkpoint is None else checkpoint
         for shard in self._shards:
             if str(shard) in states and states[str(shard)]["state"] is not None:
-                self._pipeline(shard)._parse(states[str(shard)]["state"])
+                self._pipeline(shard)._check(states[str(shard)]["state"])
         return (states,)
 
     def _restore(self, states: Checkpoint) -> None:

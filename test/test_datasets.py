@@ -264,10 +264,12 @@ class TestSeeds(unittest.TestCase):
         self.assertEqual(datasets.bump_seed(4), 5)
         self.assertEqual(datasets.bump_seed(seed=4, step=2), 6)
 
-    def test_text_cannot_be_bumped(self):
-        for seed in ("text", "", b"bytes"):
+    def test_what_is_no_number_cannot_be_bumped(self):
+        for seed in ("text", "", b"bytes", bytearray(b"b"), [1], {}):
             pattern = "seed must be a number or None.*got " + re.escape(repr(seed))
             self.assertRaisesRegex(TypeError, pattern, datasets.bump_seed, seed)
+        for seed in ("text", "", b"bytes"):
+            pattern = "seed must be a number or None.*got " + re.escape(repr(seed))
             self.assertRaisesRegex(TypeError, pattern, make, seed=seed)
 
 
@@ -300,7 +302,8 @@ class TestBadArguments(unittest.TestCase):
     def test_bad_chunks_or_reader_are_refused(self):
         for references, reader, error, pattern in (
             ([], read_chunk, ValueError, "source_items must have at least one item, got none"),
-            (5, read_chunk, TypeError, "not iterable"),
+            (5, read_chunk, TypeError, "chunk_refs must be a list, got 5"),
+            ("a/*.gz", read_chunk, TypeError, "chunk_refs must be a list of chunks, got 'a/.*find_chunks"),
             ([1], 5, TypeError, "read_chunk_fn must be callable, got 5"),
             ([1], "read", TypeError, "read_chunk_fn must be callable, got 'read'"),
             ([1], None, TypeError, "read_chunk_fn must be callable, got None"),

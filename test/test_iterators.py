@@ -5,6 +5,7 @@ Every iterator class, in the order of `infinibatch.iterators`: its order of item
 """
 
 import collections
+import contextlib
 import copy
 import inspect
 import json
@@ -15,6 +16,7 @@ import pickle
 import random
 import re
 import sys
+import threading
 import unittest
 from functools import partial
 from itertools import chain, islice
@@ -529,6 +531,12 @@ def bad_sources(construct, name="source_iterator"):
     ]
 
 
+def bad_source_lists(make):
+    return [(partial(make, value), TypeError, "source_iterators must be a list, got ") for value in (None, 5, len)] + [
+        (partial(make, its.RandomIterator()), ValueError, "source_iterators must be a list of iterators, got the iter")
+    ]
+
+
 def bad_functions(construct, name, none=True):
     values = NO_FUNCTIONS + [None] * none
     return [(partial(construct, v), TypeError, "{} must be callable, got {}".format(name, start(v))) for v in values]
@@ -688,6 +696,7 @@ class TestNativeCheckpointableIterator(Contract, unittest.TestCase):
         (partial(Native, Native([1])), ValueError, "iterable must be one that can be iterated over again.*Native"),
         (partial(Native, 5), TypeError, "iterable must be an iterable, got 5"),
         (partial(Native, None), TypeError, "iterable must be an iterable, got None"),
+        (partial(Native, range(-1, sys.maxsize)), ValueError, r"iterable must have at most \d+ items, got range\(-1, "),
     ]
 
     def make(self, source=Native, call=nothing):
@@ -784,6 +793,11 @@ class ListSource:
         items[:] = ["x"]
         self.assertEqual(take(iterator, 3), expected)
 
+    def test_what_is_no_list_is_refused(self):
+        for items in (None, 5, 1.5, len):
+            with self.subTest(items=items), self.assertRaisesRegex(TypeError, "source_items must be a list, got "):
+                self.make_source(items)
+
     def test_items_may_come_from_any_iterable(self):
         expected = take(self.make_source([0, 1, 2]))
         for items in ((0, 1, 2), range(3), iter(range(3)), {0: "", 1: "", 2: ""}):
@@ -852,7 +866,7 @@ class TestChunkedSourceIterator(Contract, ListSource, unittest.TestCase):
     items = [1, None, "c", 4]
     num_sources = 0
     bad_arguments = bad_instances(partial(its.ChunkedSourceIterator, [1, 2])) + [
-        (partial(its.ChunkedSourceIterator, 5), TypeError, "not iterable")
+        (partial(its.ChunkedSourceIterator, 5), TypeError, "source_items must be a list, got 5")
     ]
 
     def make(self, source=Native, call=nothing):
@@ -918,7 +932,7 @@ class TestInfinitePermutationSourceIterator(Contract, Seeded, ListSource, unitte
     restored_at = 7
     bad_arguments = bad_instances(lambda **kwargs: its.InfinitePermutationSourceIterator([1, 2], 0, True, **kwargs)) + [
         (partial(its.InfinitePermutationSourceIterator, []), ValueError, "source_items must have at least one item"),
-        (partial(its.InfinitePermutationSourceIterator, 5), TypeError, "not iterable"),
+        (partial(its.InfinitePermutationSourceIterator, 5), TypeError, "source_items must be a list, got 5"),
         (
             partial(its.InfinitePermutationSourceIterator, [1], seed=None, num_instances=2),
             ValueError,
@@ -1793,6 +1807,11 @@ class TestBucketedReadaheadBatchIterator(Contract, Seeded, unittest.TestCase):
                                 iterator.setstate(state)
                                 self.assertEqual(list(iterator), expected)
 
+    def test_batch_size_may_be_infinite_for_no_limit(self):
+        for size, expected in ((float("inf"), [WORDS[:6], WORDS[6:12]]), (float("nan"), [[word] for word in WORDS])):
+            iterator = its.BucketedReadaheadBatchIterator(Native(WORDS), 6, None, lambda word: size, shuffle=False)
+            self.assertEqual(take(iterator, len(expected)), expected)
+
     def test_empty_source_and_one_item(self):
         for items in ([], ["a"]):
             make = partial(over, its.BucketedReadaheadBatchIterator, items, 3, len, 2)
@@ -1918,8 +1937,10 @@ class TestZipIterator(Contract, unittest.TestCase):
 class TestMultiplexIterator(Contract, unittest.TestCase):
     items = ["a", "x", None, "y", "b", "z"]
     num_sources = 4
-    bad_arguments = bad_sources(lambda value: its.MultiplexIterator(value, []), "control_iterator") + bad_sources(
-        lambda value: its.MultiplexIterator(Native([]), [Native([]), value]), "source_iterators"
+    bad_arguments = (
+        bad_sources(lambda value: its.MultiplexIterator(value, []), "control_iterator")
+        + bad_sources(lambda value: its.MultiplexIterator(Native([]), [Native([]), value]), "source_iterators")
+        + bad_source_lists(lambda value: its.MultiplexIterator(Native([]), value))
     )
 
     def make(self, source=Native, call=nothing):
@@ -1937,13 +1958,17 @@ class TestMultiplexIterator(Contract, unittest.TestCase):
     def multiplexed(control):
         return its.MultiplexIterator(Native(control), [Native("ab"), Native([])])
 
-    def test_index_out_of_range_is_an_error_and_moves_nothing(self):
-        iterator = its.MultiplexIterator(Native([0, 2]), [Native("ab"), Native("xy")])
-        next(iterator)
-        state = iterator.getstate()
-        for _ in range(2):
-            self.assertRaises(IndexError, next, iterator)
-            self.assertEqual(iterator.getstate(), state)
+    def test_what_is_no_index_is_an_error_and_moves_nothing(self):
+        for index, error in ((2, IndexError), (-3, IndexError), (None, TypeError), (0.0, TypeError), ("0", TypeError)):
+            iterator = its.MultiplexIterator(Native([0, index, 1]), [Native("ab"), Native("xy")])
+            next(iterator)
+            state = iterator.getstate()
+            pattern = "control_iterator must yield indices of 2 sources, got {!r}$".format(index)
+            for ask in (True, True, False, False):
+                with self.subTest(index=index), self.assertRaisesRegex(error, pattern):
+                    next(iterator)
+                if ask:
+                    self.assertEqual(iterator.getstate(), state)
 
     def test_state_is_that_of_control_and_sources(self):
         iterator = skip(self.make(), 4)
@@ -2392,6 +2417,56 @@ def draw(generator, item):
 
 def count(state, item):
     return state + 1, state
+
+
+class TestSizesBeyondEveryData(unittest.TestCase):
+    def test_take_in_all_the_data(self):
+        def source():  # of generators, whose items are counted in C
+            return its.SelectManyIterator(Native([3, 4]), lambda number: (i for i in range(number)))
+
+        items = list(source())
+        for size in (sys.maxsize, 10**30):
+            for make, expected in (
+                (lambda: its.FixedBatchIterator(source(), size), [items]),
+                (lambda: its.WindowedIterator(source(), size), []),
+                (lambda: its.TakeIterator(source(), size), items),
+                (lambda: its.PackIterator(its.FixedBatchIterator(source(), 2), size), [items]),
+                (lambda: its.BucketedReadaheadBatchIterator(source(), size, None, size), [items]),
+                (lambda: its.BlockwiseShuffleIterator(its.FixedBatchIterator(source(), size), size), [items]),
+            ):
+                with self.subTest(size=size, pipeline=repr(make())):
+                    check_iterator(make, expected)
+            with self.subTest(size=size):
+                self.assertEqual(sorted(its.BlockwiseShuffleIterator(source(), size)), sorted(items))
+                iterator = source()
+                iterator.setstate({"source_state": None, "flattened_items_yielded": size})
+                with self.assertRaisesRegex(RuntimeError, "beyond the end of the data"):
+                    next(iterator)
+
+
+class TestSeveralThreads(unittest.TestCase):
+    def test_reading_one_pipeline_do_not_hang(self):
+        # They may get errors; each must come to an end, and the pipeline be usable behind.
+        iterator = its.FixedBatchIterator(
+            its.SelectManyIterator(its.InfinitePermutationSourceIterator(range(9)), lambda n: iter(range(n * 50))), 4
+        )
+
+        def read():
+            for _ in range(20000):
+                with contextlib.suppress(Exception):
+                    next(iterator)
+
+        interval = sys.getswitchinterval()
+        self.addCleanup(sys.setswitchinterval, interval)
+        sys.setswitchinterval(1e-5)
+        threads = [threading.Thread(target=read, daemon=True) for _ in range(4)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join(60)
+            self.assertFalse(thread.is_alive())
+        iterator.setstate(None)
+        self.assertEqual(len(next(iterator)), 4)
 
 
 class TestPickles(unittest.TestCase):

@@ -322,6 +322,7 @@ class TestMixIterator(common.Contract, common.Seeded, unittest.TestCase):
     bad_arguments = (
         common.bad_sources(lambda source: its.MixIterator([source]), "source_iterators")
         + common.bad_sources(lambda source: its.MixIterator([Native([]), source]), "source_iterators")
+        + common.bad_source_lists(its.MixIterator)
         + [(partial(its.MixIterator, []), ValueError, "source_iterators must be at least 1, got 0")]
         + [
             (

@@ -11,6 +11,7 @@ import multiprocessing
 import os
 import pickle
 import signal
+import sys
 import tempfile
 import textwrap
 import threading
@@ -18,7 +19,9 @@ import time
 import traceback
 import unittest
 import warnings
+from copy import deepcopy
 from functools import partial
+from itertools import islice
 
 from test_workers import PROCESSES, STARTS, WorkerCase, eventually, linux, posix, running, script, start_script
 
@@ -1215,6 +1218,84 @@ class SurroundingsTest(StageCase):
             thread.join()
         self.assertEqual(items + list(iterator), list(range(300)))
 
+    @each(SHARING)
+    def test_a_second_thread_is_refused_while_one_waits_and_may_close(self, build):
+        gate, errors = threading.Event(), []
+
+        def wait_for_gate(item):
+            gate.wait()
+            return item
+
+        def read():
+            try:
+                next(iterator)
+            except RuntimeError as error:
+                errors.append(error)
+
+        iterator = build(range(30), wait_for_gate)
+        thread = threading.Thread(target=read)
+        thread.start()
+        self.assertTrue(eventually(lambda: any(iterator._reader)))
+        with self.assertRaisesRegex(RuntimeError, "Iterator is being read: it serves one caller at a time"):
+            next(iterator)
+
+        def copy():
+            gate.set()
+            self.assertEqual(list(iterator), list(range(30)))
+
+        # In a fork the thread does not exist: it holds nothing up.
+        self.assertEqual(os.waitpid(ForkOfTheConsumerTest.in_fork(self, copy), 0)[1], 0)
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", RuntimeWarning)  # of a thread left behind
+            iterator.close()
+        gate.set()
+        thread.join()
+        self.assertRegex(str(errors), "closed")
+
+    @each(SHARING, {"prefetch": prefetch})
+    def test_an_interrupt_anywhere_in_the_channel_loses_nothing(self, build):
+        def interrupt(frame, event, argument):
+            if os.path.basename(frame.f_code.co_filename) not in ("_workers.py", "threading.py"):
+                return None
+            self.events += 1
+            if self.events == self.interrupted:
+                sys.settrace(None)
+                raise KeyboardInterrupt
+            return interrupt
+
+        self.interrupted, before = 0, sys.gettrace()
+        self.addCleanup(sys.settrace, before)
+        while self.interrupted < 200:
+            self.interrupted += 1
+            iterator = build.make(range(12), same)
+            items, self.events = [next(iterator)], 0  # the worker has been started
+            sys.settrace(interrupt)
+            try:
+                while len(items) < 6:
+                    items.append(next(iterator))
+            except KeyboardInterrupt:
+                pass
+            finally:
+                sys.settrace(before)
+            with self.subTest(interrupted=self.interrupted):
+                self.assertEqual(items + list(iterator), list(range(12)))
+            iterator.close()
+            if self.events < self.interrupted:
+                break
+        self.assertGreater(self.interrupted, 10)
+
+    def test_a_copy_of_a_closed_pipeline_is_open_and_goes_on(self):
+        for kind, make in dict(KINDS, nested=nested).items():
+            for position in (0, 5, 30):
+                with self.subTest(stage=kind, position=position):
+                    iterator = self.build(make, range(30), same)
+                    self.assertEqual([next(iterator) for _ in range(position)], list(range(position)))
+                    iterator.close()
+                    for copied in (pickle.loads(pickle.dumps(iterator)), deepcopy(iterator)):
+                        self.addCleanup(copied.close)
+                        self.assertEqual(list(copied), list(range(position, 30)))
+                    self.assertRaisesRegex(RuntimeError, "closed", next, iterator)
+
     def test_many_processes_that_start_at_the_same_moment(self):
         def child(barrier, queue):
             for _ in range(5):
@@ -1349,6 +1430,60 @@ class SurroundingsTest(StageCase):
             warnings.simplefilter("error")
             iterator.setstate(None)
         self.assertEqual(list(iterator), list(range(40)))
+
+
+class Doubled(its.MapIterator):
+    """A user's own class that overrides only `__next__`."""
+
+    def __next__(self):
+        return 2 * super().__next__()
+
+
+class WithoutTest(StageCase):
+    """The state of a pipeline that prefetches, in one that does not."""
+
+    def pipelines(self, prefetch):
+        def source():
+            return its.SelectManyIterator(its.InfinitePermutationSourceIterator(range(5), seed=1), range)
+
+        yield prefetch(source())
+        yield prefetch(prefetch(source()))
+        yield its.MapIterator(prefetch(source()), str)
+        yield its.BlockwiseShuffleIterator(prefetch(its.FilterIterator(source(), bool)), 3, seed=2)
+        yield its.ZipIterator(prefetch(source()), its.WindowedIterator(prefetch(source()), 2))
+        yield its.TakeIterator(prefetch(its.RecurrentIterator(source(), lambda last, n: (n, last), 0)), 25)
+        yield prefetch(Doubled(source(), int))
+        yield its.FixedBatchIterator(prefetch(Doubled(source(), int)), 2)
+
+    def test_goes_on_with_the_same_items(self):
+        number = len(list(self.pipelines(lambda source: source)))
+        for i in range(number):
+            with_it = list(self.pipelines(lambda source: its.PrefetchIterator(source, 4, start="thread")))[i]
+            expected = list(islice(list(self.pipelines(lambda source: source))[i], 40))
+            for position in range(25):
+                with self.subTest(pipeline=repr(with_it), position=position):
+                    state = json.loads(json.dumps(with_it.getstate()))
+                    without = list(self.pipelines(lambda source: source))[i]
+                    next(without)
+                    without.setstate(state)
+                    self.assertEqual(list(islice(without, 5)), expected[position : position + 5])
+                    again = list(self.pipelines(lambda source: source))[i]
+                    again.setstate(without.getstate())
+                    self.assertEqual(list(islice(again, 5)), expected[position + 5 : position + 10])
+                    self.assertEqual(next(with_it), expected[position])
+            with_it.close()
+
+    def test_is_refused_where_the_rest_does_not_fit(self):
+        numbers = its.NativeCheckpointableIterator(range(9))
+        next(numbers)
+        for state, error, message in (
+            ({"item_offset": 2, "source_state": {"num_items": 1}}, ValueError, "lacks the key 'num_items_yielded'"),
+            ({"item_offset": -1, "source_state": {"num_items_yielded": 1}}, ValueError, "'item_offset'"),
+            ({"item_offset": 4, "source_state": {"num_items_yielded": 7}}, RuntimeError, "beyond the end"),
+        ):
+            with self.subTest(state=state), self.assertRaisesRegex(error, message):
+                numbers.setstate(state)
+            self.assertEqual(numbers.getstate(), {"num_items_yielded": 1})
 
 
 # ---------------------------------------------------------------------------------------------------------------------
