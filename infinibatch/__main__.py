@@ -7,7 +7,7 @@ import sys
 from typing import Any, Optional, Sequence
 
 from infinibatch import _bench, _demo, _plot, _split, _stream, checkpoint
-from infinibatch._console import note
+from infinibatch._console import note, tell
 
 
 def main(argv: Optional[Sequence[str]] = None) -> int:
@@ -17,6 +17,9 @@ def main(argv: Optional[Sequence[str]] = None) -> int:
         argv: The arguments behind the program's name; None: those of this process.
     """
     options = _parser().parse_args(argv)
+    if sys.stdout is None:  # nor must a file that is opened take its place
+        note("error: the standard output is closed")
+        return int(options.error_status)
     try:
         status: int = options.run(options)
         sys.stdout.flush()
@@ -51,7 +54,11 @@ def _parser() -> argparse.ArgumentParser:
 
 
 def _add_show(commands: Any) -> None:
-    show = commands.add_parser("show", help="tell where each stage of a checkpoint stands")
+    show = commands.add_parser(
+        "show",
+        help="tell where each stage of a checkpoint stands",
+        description="Tell where each stage of a checkpoint stands, the last one of the pipeline first.",
+    )
     show.add_argument(
         "checkpoint", metavar="CHECKPOINT", help="a file written by stream or infinibatch.checkpoint.save"
     )
@@ -59,7 +66,7 @@ def _add_show(commands: Any) -> None:
 
 
 def _show(options: argparse.Namespace) -> int:
-    print(checkpoint.show(options.checkpoint))
+    tell(checkpoint.show(options.checkpoint))
     return 0
 
 
@@ -78,7 +85,7 @@ def _add_diff(commands: Any) -> None:
 def _diff(options: argparse.Namespace) -> int:
     differences = checkpoint.diff(options.first, options.second)
     if differences:
-        print(differences)
+        tell(differences)
     return 1 if differences else 0
 
 

@@ -42,9 +42,16 @@ def seconds(text: str) -> float:
     return value
 
 
+def tell(text: str) -> None:
+    """Print output that may hold characters which the terminal, or its encoding, does not have: they are escaped."""
+    encoding = sys.stdout.encoding or "utf-8"
+    print(text.encode(encoding, "backslashreplace").decode(encoding))
+
+
 def note(message: str) -> None:
     """Tell something that is no output, in one line."""
-    print("infinibatch: " + " ".join(message.split("\n")), file=sys.stderr)
+    if sys.stderr is not None:  # print() would take the standard output instead
+        print("infinibatch: " + " ".join(message.split("\n")), file=sys.stderr)
 
 
 def interrupt_on_signals() -> None:
@@ -62,7 +69,7 @@ def _interrupt(signum: int, frame: Any) -> None:
 @contextlib.contextmanager
 def progress(unit: str, total: Optional[int], amid_output: bool = False) -> Iterator[Callable[[int], None]]:
     """Give a function to report progress to; it is shown if there is a terminal that the output does not go to."""
-    if not sys.stderr.isatty() or sys.stdout.isatty() and not amid_output:
+    if sys.stderr is None or not sys.stderr.isatty() or sys.stdout.isatty() and not amid_output:
         yield lambda number: None
         return
     import importlib

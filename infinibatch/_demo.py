@@ -23,8 +23,9 @@ def add_demo(commands: Any) -> None:
     parser = commands.add_parser(
         "demo",
         help="watch a pipeline being killed and resumed on a small corpus",
-        description="Make a small corpus in a temporary folder, read it shuffled and in batches of like length in another "
-        "process, kill that in mid-epoch, resume in a third one, and compare with a run that nothing interrupted.",
+        description="Make a small corpus in a temporary folder, read it shuffled and in batches of like length in "
+        "another process, kill that in mid-epoch, resume in a third one, and compare with a run that nothing "
+        "interrupted.",
     )
     parser.add_argument("--train", metavar="FOLDER", help=argparse.SUPPRESS)
     parser.set_defaults(run=_demo)

@@ -7,7 +7,7 @@ import random
 from itertools import chain
 from typing import Any, Iterable, Iterator, List, Optional, Sequence, Tuple
 
-from infinibatch._console import at_least, interrupt_on_signals, progress
+from infinibatch._console import at_least, interrupt_on_signals, progress, tell
 from infinibatch._stream import add_pipeline_options, batched, num_words, reader, shuffled
 from infinibatch.readers import find_chunks
 
@@ -63,9 +63,9 @@ def _plot(options: argparse.Namespace) -> int:
                     break
     if not order.num_items:
         raise ValueError("there are no lines in {}".format(", ".join(options.files)))
-    with open(options.out, "w", encoding="utf-8") as file:
+    with open(options.out, "w", encoding="utf-8", errors="replace") as file:  # a file's name may be no text
         file.write(_picture(order, len(paths), fills, options))
-    print("{}: {:,} lines, {}".format(options.out, order.num_items, order.mixing(len(paths))))
+    tell("{}: {:,} lines, {}".format(options.out, order.num_items, order.mixing(len(paths))))
     return 0
 
 

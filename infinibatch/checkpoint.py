@@ -11,6 +11,7 @@ believed.
 """
 
 import contextlib
+import errno
 import json
 import os
 from binascii import crc32, hexlify
@@ -64,7 +65,7 @@ def save(iterator: "CheckpointableIterator[Any]", path: _Path) -> None:
 
     Raises:
         TypeError: The state holds something that JSON would change; the message says where.
-        OSError: The file cannot be written.
+        OSError: The file cannot be written, or `path` is a folder, a device or a pipe.
 
     >>> import tempfile
     >>> from infinibatch.iterators import NativeCheckpointableIterator
@@ -84,7 +85,9 @@ def save(iterator: "CheckpointableIterator[Any]", path: _Path) -> None:
     _check_plain(state, "state")
     text = _dumps(state)
     document = '{{"infinibatch_checkpoint": {}, "crc32": {}, "state": {}}}\n'.format(_LAYOUT, _checksum(text), text)
-    path = os.path.realpath(os.fspath(path))
+    path = os.path.realpath(os.fsdecode(path))
+    if os.path.exists(path) and not os.path.isfile(path):  # a device or a pipe would be replaced by a file
+        raise OSError(errno.EINVAL, "path must be that of a file", path)
     temporary = "{}.{}.tmp".format(path, hexlify(os.urandom(6)).decode())
     try:
         with open(temporary, "xb") as file:
@@ -116,9 +119,9 @@ def load(iterator: "CheckpointableIterator[Any]", path: _Path) -> None:
     try:
         iterator.setstate(state)
     except ValueError as error:
-        raise ValueError("{}: {}".format(os.fspath(path), error)) from error
+        raise ValueError("{}: {}".format(os.fsdecode(path), error)) from error
     except RuntimeError as error:
-        raise RuntimeError("{}: {}".format(os.fspath(path), error)) from error
+        raise RuntimeError("{}: {}".format(os.fsdecode(path), error)) from error
 
 
 def merge(states: Iterable[Any]) -> Any:
@@ -271,7 +274,7 @@ def _flush_folder(folder: str) -> None:
 
 def _read(path: _Path) -> Any:
     """Return the state that a file holds."""
-    path = os.fspath(path)
+    path = os.fsdecode(path)
     with open(path, "rb") as file:
         data = file.read()
     try:

@@ -137,7 +137,8 @@ def _matches(pattern: str) -> List[str]:
     return found
 
 
-def _expand_braces(pattern: str) -> List[str]:
+def _expand_braces(pattern: str) -> Iterator[str]:
+    """Yield what the braces spell out, one by one: `{0..999999999}` is noticed at the first file that is missing."""
     for braces in _BRACES.finditer(pattern):  # the innermost ones; those around them follow by recursion
         content = braces.group(1)
         span = _RANGE.fullmatch(content)
@@ -146,14 +147,16 @@ def _expand_braces(pattern: str) -> List[str]:
             padded = any(len(end) > 1 and end.startswith("0") for end in ends)
             width = max(map(len, ends)) if padded else 1
             first, last = sorted(map(int, ends))
-            options = ["{:0{}d}".format(number, width) for number in range(first, last + 1)]
+            options: Iterable[str] = ("{:0{}d}".format(number, width) for number in range(first, last + 1))
         elif "," in content:
             options = content.split(",")
         else:
             continue
         before, after = pattern[: braces.start()], pattern[braces.end() :]
-        return [name for option in options for name in _expand_braces(before + option + after)]
-    return [pattern]
+        for option in options:
+            yield from _expand_braces(before + option + after)
+        return
+    yield pattern
 
 
 class _Local:
@@ -346,8 +349,9 @@ def _checked(path: _Path) -> str:
 
 def _new_decoder(encoding: str) -> codecs.IncrementalDecoder:
     try:
+        io.TextIOWrapper(io.BytesIO(), encoding)  # refuses codecs that are no text encodings, such as rot13
         return codecs.getincrementaldecoder(encoding)()
-    except LookupError as error:
+    except (LookupError, TypeError) as error:
         raise ValueError("encoding must be a text encoding that Python knows, got {!r}".format(encoding)) from error
 
 
@@ -1090,9 +1094,10 @@ def read_parquet(path: _Path, columns: Optional[Sequence[str]] = None) -> Iterat
     FileNotFoundError: No such file or directory: 'nowhere.parquet'
     """
     if columns is not None:
-        if isinstance(columns, str) or not all(isinstance(name, str) for name in columns):
+        names = list(columns) if isinstance(columns, Iterable) else [columns]
+        if isinstance(columns, str) or not all(isinstance(name, str) for name in names):
             raise TypeError("columns must be a list of str or None, got {!r}".format(columns))
-        columns = list(columns)
+        columns = names
     return chain.from_iterable(_parquet_runs(_checked(path), columns))
 
 

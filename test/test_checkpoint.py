@@ -92,6 +92,24 @@ class TestRoundTrip(CheckpointTestCase):
             self.assertEqual(next(pipeline), expected[position])
         self.assertOnlyFiles("run.json")
 
+    def test_path_may_be_of_any_kind_and_hold_any_character(self):
+        class Bytes:  # whose path is bytes, as os.fspath allows
+            def __fspath__(self):
+                return os.fsencode(name)
+
+        for name in ("a b", "{}{0}%s", "[1]*", "line\nbreak", "é", os.fsdecode(b"\xff")):
+            name = os.path.join(self.folder, name)
+            for path in (name, pathlib.Path(name), Bytes()):
+                with self.subTest(path=path):
+                    try:
+                        checkpoint.save(Holder(repr(path)), path)
+                    except UnicodeError:
+                        self.skipTest("the file system takes no such names")
+                    holder = Holder(None)
+                    checkpoint.load(holder, path)
+                    self.assertEqual(holder.state, repr(path))
+                    self.assertTrue(os.path.exists(name))
+
     def test_values_come_back_exactly(self):
         values = [
             0,
@@ -243,6 +261,18 @@ class TestWholeOrNotAtAll(CheckpointTestCase):
         holder = Holder(None)
         checkpoint.load(holder, self.path)
         self.assertEqual(holder.state, "old")
+
+    @unittest.skipUnless(hasattr(os, "mkfifo"), "needs named pipes")
+    def test_what_is_no_file_is_not_replaced(self):
+        pipe = os.path.join(self.folder, "pipe")
+        os.mkfifo(pipe)
+        link = os.path.join(self.folder, "link")
+        os.symlink(pipe, link)
+        for path in (pipe, link, self.folder, "", os.curdir):
+            with self.subTest(path=path), self.assertRaisesRegex(OSError, "path must be that of a file"):
+                checkpoint.save(Holder(1), path)
+        self.assertTrue(stat.S_ISFIFO(os.stat(pipe).st_mode))
+        self.assertOnlyFiles("pipe", "link")
 
     def test_content_is_on_disk_before_the_name_and_then_the_folder(self):
         steps = []

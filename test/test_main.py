@@ -19,7 +19,7 @@ from unittest import mock
 from infinibatch import __main__ as cli
 from infinibatch import _demo, _stream, checkpoint
 from infinibatch.datasets import chunked_dataset_iterator
-from infinibatch.iterators import NativeCheckpointableIterator
+from infinibatch.iterators import NativeCheckpointableIterator, RecurrentIterator
 from infinibatch.readers import read_lines
 
 ROOT = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
@@ -675,6 +675,27 @@ class TestClosedStreams(CommandTestCase):
         error = b"infinibatch: error: the standard output is closed\n"
         self.assertEqual(self.closed(1, *args), (1, b"", error))
         self.assertFalse(os.path.exists(self.checkpoint))
+
+
+class TestNamesOfAnyKind(CommandTestCase):
+    def test_are_escaped_where_the_output_has_no_such_characters(self):
+        name = "böse [1]\u20ac.gz" if sys.platform in ("darwin", "win32") else os.fsdecode(b"b\xff [1]\n.gz")
+        path, picture = (os.path.join(self.own_folder, prefix + name) for prefix in ("a", "b"))
+        shutil.copy(self.paths[0], path)
+        checkpoint.save(RecurrentIterator(NativeCheckpointableIterator([]), max, "w\xf6rd"), self.checkpoint)
+        for command, pattern in (
+            (["plot", path, "--out", picture], rb"b.*\\.*: 100 lines"),
+            (["stream", path, "--limit", 100, "--checkpoint", picture], b"^0.0 "),
+            (["show", self.checkpoint], rb"recurrent_state 'w\\xf6rd'"),
+        ):
+            environment = dict(os.environ, PYTHONPATH=ROOT, PYTHONIOENCODING="ascii")
+            with self.subTest(command=command[0]):
+                with contextlib.suppress(FileNotFoundError):
+                    os.remove(picture)
+                process = self.start(*command, env=environment)
+                out, err = process.communicate()
+                self.assertEqual((process.returncode, err), (0, b""))
+                self.assertRegex(out, re.compile(pattern, re.S | re.M))
 
 
 class TestProgress(CommandTestCase):

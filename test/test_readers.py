@@ -433,6 +433,10 @@ class TestReadLinesArguments(unittest.TestCase):
             read_lines(3)
         with self.assertRaisesRegex(ValueError, "encoding must be .*, got 'klingon'"):
             read_lines("chunk", encoding="klingon")
+        for encoding in ["rot13", "zip", 3, None]:
+            with self.subTest(encoding=encoding):
+                with self.assertRaisesRegex(ValueError, "encoding must be a text .*, got {!r}$".format(encoding)):
+                    read_lines("chunk", encoding=encoding)
 
 
 class TestSkipErrors(ReaderTestCase):
@@ -672,6 +676,11 @@ class TestFindChunks(ReaderTestCase):
         self.make("a-1.gz", "a-3.gz")
         with self.assertRaisesRegex(FileNotFoundError, re.escape(repr(self.path("a-2.gz")))):
             self.find("a-{1..3}.gz")
+
+    def test_braces_are_spelled_out_one_by_one(self):
+        self.make("a-1.gz", "a-2.gz")
+        with self.assertRaisesRegex(FileNotFoundError, re.escape(repr(self.path("a-3.gz")))):
+            self.find("a-{1..%d}.gz" % 10**15)
 
     def test_bad_arguments_are_refused(self):
         with self.assertRaisesRegex(ValueError, r"pattern must hold at least one path, got \[\]"):
