@@ -357,7 +357,7 @@ def add_skip(commands: Any) -> None:
 
 def _skip(options: argparse.Namespace) -> int:
     interrupt_on_signals()
-    state = checkpoint._read(options.checkpoint)
+    state = checkpoint.read(options.checkpoint)
     try:
         settings = {name: state["settings"][name] for name in _SETTINGS}
         files = options.files or state["files"]

@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, Any, Dict, Iterable, Iterator, List, Optional,
 if TYPE_CHECKING:
     from infinibatch.iterators import CheckpointableIterator
 
-__all__ = ["diff", "load", "merge", "save", "show"]
+__all__ = ["diff", "load", "merge", "read", "save", "show"]
 
 _Path = Union[str, "os.PathLike[str]"]
 
@@ -115,13 +115,51 @@ def load(iterator: "CheckpointableIterator[Any]", path: _Path) -> None:
         RuntimeError: The position lies beyond the end of the pipeline's data.
         OSError: The file cannot be read.
     """
-    state = _read(path)
+    state = read(path)
     try:
         iterator.setstate(state)
     except ValueError as error:
         raise ValueError("{}: {}".format(os.fsdecode(path), error)) from error
     except RuntimeError as error:
         raise RuntimeError("{}: {}".format(os.fsdecode(path), error)) from error
+
+
+def read(path: _Path) -> Any:
+    """Return the state that `save` wrote, without a pipeline: for `merge`, or to look at it.
+
+    Args:
+        path: The file, as str, bytes or `PathLike`.
+
+    Raises:
+        ValueError: The file is empty, cut off, damaged or no checkpoint.
+        OSError: The file is missing or cannot be read.
+
+    >>> import tempfile
+    >>> from infinibatch.iterators import NativeCheckpointableIterator
+    >>> with tempfile.TemporaryDirectory() as folder:
+    ...     path = os.path.join(folder, "position.json")
+    ...     save(NativeCheckpointableIterator("abc"), path)
+    ...     read(path)
+    {'num_items_yielded': 0}
+    """
+    path = os.fsdecode(path)
+    with open(path, "rb") as file:
+        data = file.read()
+    try:
+        document = json.loads(data.decode("utf-8", "surrogatepass"))
+    except (ValueError, RecursionError) as error:
+        reason = "the file is empty" if not data else "it is cut off or damaged ({})".format(error)
+        raise ValueError("{} is no checkpoint: {}".format(path, reason)) from error
+    if not isinstance(document, dict) or not {"infinibatch_checkpoint", "state"}.issubset(document):
+        raise ValueError("{} is no checkpoint: it lacks 'infinibatch_checkpoint' or 'state'".format(path))
+    if document["infinibatch_checkpoint"] != _LAYOUT:
+        raise ValueError(
+            "{} has layout {!r}, and this version reads {}".format(path, document["infinibatch_checkpoint"], _LAYOUT)
+        )
+    state = document["state"]
+    if document.get("crc32", _checksum(_dumps(state))) != _checksum(_dumps(state)):
+        raise ValueError("{} is damaged: its state does not match its checksum".format(path))
+    return state
 
 
 def merge(states: Iterable[Any]) -> Any:
@@ -191,7 +229,7 @@ def show(path: _Path) -> str:
     FixedBatchIterator
       NativeCheckpointableIterator or ChunkedSourceIterator: num_items_yielded 2
     """
-    return "\n".join(_lines(_read(path), ""))
+    return "\n".join(_lines(read(path), ""))
 
 
 def diff(path: _Path, other: _Path) -> str:
@@ -222,7 +260,7 @@ def diff(path: _Path, other: _Path) -> str:
     FixedBatchIterator
       NativeCheckpointableIterator or ChunkedSourceIterator: num_items_yielded 2 | 4
     """
-    return "\n".join(_differences(_read(path), _read(other), ""))
+    return "\n".join(_differences(read(path), read(other), ""))
 
 
 def _dumps(state: Any) -> str:
@@ -270,28 +308,6 @@ def _flush_folder(folder: str) -> None:
             os.fsync(descriptor)
         finally:
             os.close(descriptor)
-
-
-def _read(path: _Path) -> Any:
-    """Return the state that a file holds."""
-    path = os.fsdecode(path)
-    with open(path, "rb") as file:
-        data = file.read()
-    try:
-        document = json.loads(data.decode("utf-8", "surrogatepass"))
-    except (ValueError, RecursionError) as error:
-        reason = "the file is empty" if not data else "it is cut off or damaged ({})".format(error)
-        raise ValueError("{} is no checkpoint: {}".format(path, reason)) from error
-    if not isinstance(document, dict) or not {"infinibatch_checkpoint", "state"}.issubset(document):
-        raise ValueError("{} is no checkpoint: it lacks 'infinibatch_checkpoint' or 'state'".format(path))
-    if document["infinibatch_checkpoint"] != _LAYOUT:
-        raise ValueError(
-            "{} has layout {!r}, and this version reads {}".format(path, document["infinibatch_checkpoint"], _LAYOUT)
-        )
-    state = document["state"]
-    if document.get("crc32", _checksum(_dumps(state))) != _checksum(_dumps(state)):
-        raise ValueError("{} is damaged: its state does not match its checksum".format(path))
-    return state
 
 
 def _lines(state: Any, indent: str) -> Iterator[str]:

@@ -92,6 +92,15 @@ class TestRoundTrip(CheckpointTestCase):
             self.assertEqual(next(pipeline), expected[position])
         self.assertOnlyFiles("run.json")
 
+    def test_state_can_be_read_without_a_pipeline(self):
+        pipeline = make_pipeline()
+        take(pipeline, 7)
+        checkpoint.save(pipeline, self.path)
+        self.assertEqual(checkpoint.read(self.path), json.loads(json.dumps(pipeline.getstate())))
+        self.write(b"{}")
+        with self.assertRaisesRegex(ValueError, "run.json is no checkpoint"):
+            checkpoint.read(self.path)
+
     def test_path_may_be_of_any_kind_and_hold_any_character(self):
         class Bytes:  # whose path is bytes, as os.fspath allows
             def __fspath__(self):
