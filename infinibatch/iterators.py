@@ -779,12 +779,30 @@ class _Stage(CheckpointableIterator[T]):
     def getstate(self) -> Checkpoint:
         return self._state()
 
+    def _offsets(self) -> Tuple[int, bool]:
+        """
+        Return how many PrefetchIterators wrap their offsets around this stage's checkpoint, itself among them.
+
+        And whether it matters where they are: offsets before and behind a FilterIterator count other items.
+        """
+        return 0, False
+
     def _own(self, checkpoint: Any) -> Tuple[Any, int]:
-        """Return a checkpoint without that of a PrefetchIterator around it, and how many items it was further."""
+        """Return a checkpoint without that of PrefetchIterators that are not there, and their offsets' sum."""
+        number, matters = self._offsets()
+        offsets, inner = [], checkpoint
+        while isinstance(inner, dict) and "item_offset" in inner and "source_state" in inner:
+            offsets.append(inner["item_offset"])
+            inner = inner["source_state"]
         ahead = 0
-        while isinstance(checkpoint, dict) and "item_offset" in checkpoint and "source_state" in checkpoint:
-            ahead += _count(self, "item_offset", checkpoint["item_offset"])
+        for offset in offsets[: max(len(offsets) - number, 0)]:
+            ahead += _count(self, "item_offset", offset)
             checkpoint = checkpoint["source_state"]
+        if ahead and matters:
+            raise ValueError(
+                "the checkpoint of {} does not fit: it was made with a PrefetchIterator before or behind a "
+                "FilterIterator, and restores only with one at the same place".format(type(self).__name__)
+            )
         return checkpoint, ahead
 
     def _check(self, checkpoint: Any) -> None:
@@ -1103,8 +1121,8 @@ class _Foreign(_ReplayIterator[T]):
     def __init__(self, iterator: CheckpointableIterator[T]) -> None:
         self._iterator = iterator
 
-    def _own(self, checkpoint: Any) -> Tuple[Any, int]:
-        return checkpoint, 0  # its keys mean what its class says
+    def _offsets(self) -> Tuple[int, bool]:
+        return sys.maxsize, False  # the keys mean what the class says
 
     def _save(self) -> Checkpoint:
         return cast(Checkpoint, _copied(self._iterator.getstate()))
@@ -1615,6 +1633,9 @@ class MapIterator(_Stage[T]):
         self._transform = _function("transform", transform)
         self._held: List[Any] = []  # source items whose transform has not succeeded yet
 
+    def _offsets(self) -> Tuple[int, bool]:
+        return self._source._offsets()  # the state is the source's
+
     def _parse(self, checkpoint: Any) -> Tuple[Any, ...]:
         self._source._check(checkpoint)
         return (checkpoint,)
@@ -1704,6 +1725,9 @@ class FilterIterator(_Stage[T]):
         self._items: List[T] = []  # what the last call of the source gave …
         self._tried = 0  # … how many of these were tried …
         self._passed: List[int] = []  # … and which of them the last call of this stage gave
+
+    def _offsets(self) -> Tuple[int, bool]:
+        return self._source._offsets()[0], True
 
     def _parse(self, checkpoint: Any) -> Tuple[Any, ...]:
         self._source._check(checkpoint)
@@ -3453,8 +3477,9 @@ class PrefetchIterator(_AheadIterator[T]):
         self._start_method = _checked_start(start)
         self.setstate(None)
 
-    def _own(self, checkpoint: Any) -> Tuple[Any, int]:
-        return checkpoint, 0
+    def _offsets(self) -> Tuple[int, bool]:
+        number, matters = self._source._offsets()
+        return number + 1, matters
 
     def _parse(self, checkpoint: Any) -> Tuple[Any, int]:
         super()._parse(checkpoint)

@@ -4,6 +4,7 @@ import collections
 import contextlib
 import functools
 import gc
+import itertools
 import json
 import logging
 import mmap
@@ -1449,7 +1450,8 @@ class WithoutTest(StageCase):
         yield prefetch(source())
         yield prefetch(prefetch(source()))
         yield its.MapIterator(prefetch(source()), str)
-        yield its.BlockwiseShuffleIterator(prefetch(its.FilterIterator(source(), bool)), 3, seed=2)
+        yield its.BlockwiseShuffleIterator(prefetch(its.EnumerateIterator(source())), 3, seed=2)
+        yield prefetch(its.MapIterator(prefetch(its.MapIterator(source(), str)), str.upper))
         yield its.ZipIterator(prefetch(source()), its.WindowedIterator(prefetch(source()), 2))
         yield its.TakeIterator(prefetch(its.RecurrentIterator(source(), lambda last, n: (n, last), 0)), 25)
         yield prefetch(Doubled(source(), int))
@@ -1472,6 +1474,56 @@ class WithoutTest(StageCase):
                     self.assertEqual(list(islice(again, 5)), expected[position + 5 : position + 10])
                     self.assertEqual(next(with_it), expected[position])
             with_it.close()
+
+    def test_goes_on_with_one_fewer(self):
+        def pipeline(outer, inner):
+            numbers = its.NativeCheckpointableIterator(range(40))
+            return outer(its.MapIterator(inner(its.MapIterator(numbers, str)), str.upper))
+
+        def two(source):
+            return prefetch(prefetch(source))
+
+        def prefetch(source):
+            return its.PrefetchIterator(source, 3, start="thread")
+
+        def none(source):
+            return source
+
+        ways = [none, prefetch, two]
+        for before in itertools.product(ways, repeat=2):
+            for after in itertools.product(ways, repeat=2):
+                if sum(map(ways.index, after)) > sum(map(ways.index, before)):
+                    continue  # a state knows nothing of what is added
+                with self.subTest(before=before, after=after), pipeline(*before) as first, pipeline(*after) as second:
+                    list(islice(first, 17))
+                    second.setstate(json.loads(json.dumps(first.getstate())))
+                    self.assertEqual(list(islice(second, 3)), ["17", "18", "19"])
+
+    def test_is_refused_where_a_filter_makes_it_matter_what_was_counted(self):
+        def prefetch(source):
+            return its.PrefetchIterator(source, 3, start="thread")
+
+        def odd(source):
+            return its.FilterIterator(source, lambda number: number % 2)
+
+        def numbers():
+            return its.NativeCheckpointableIterator(range(60))
+
+        for make, other in (
+            (lambda: odd(prefetch(numbers())), lambda: odd(numbers())),
+            (lambda: prefetch(odd(numbers())), lambda: odd(numbers())),
+            (lambda: prefetch(odd(prefetch(numbers()))), lambda: odd(prefetch(numbers()))),
+            (lambda: prefetch(odd(prefetch(numbers()))), lambda: prefetch(odd(numbers()))),
+            (lambda: prefetch(odd(numbers())), lambda: its.MapIterator(odd(numbers()), str)),
+            (lambda: odd(prefetch(numbers())), lambda: odd(its.MapIterator(numbers(), str))),
+        ):
+            with make() as first, other() as second, make() as third:
+                self.assertEqual(list(islice(first, 7)), [1, 3, 5, 7, 9, 11, 13])
+                state = first.getstate()
+                with self.assertRaisesRegex(ValueError, "before or behind a FilterIterator"):
+                    second.setstate(state)
+                third.setstate(state)
+                self.assertEqual(next(third), 15)
 
     def test_is_refused_where_the_rest_does_not_fit(self):
         numbers = its.NativeCheckpointableIterator(range(9))
