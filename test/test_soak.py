@@ -28,6 +28,7 @@ sys.path.insert(0, {root!r})
 from infinibatch import datasets, iterators, readers
 
 folder, num_batches, every = sys.argv[1], int(sys.argv[2]), int(sys.argv[3])
+open(os.path.join(folder, "started"), "w").close()
 chunks = readers.find_chunks(os.path.join({corpus!r}, "*"))
 lines = datasets.chunked_dataset_iterator(chunks, readers.read_lines, buffer_size=300, seed=1, num_workers=2)
 draws = iterators.SamplingRandomMapIterator(lines, lambda rng, line: (line, rng.random()), seed=2)
@@ -71,6 +72,8 @@ class TestSoak(unittest.TestCase):
     def start(self, folder, every):
         if not os.path.isdir(folder):
             os.mkdir(folder)
+        elif os.path.exists(os.path.join(folder, "started")):
+            os.remove(os.path.join(folder, "started"))
         command = [sys.executable, self.script, folder, str(NUM_BATCHES), str(every)]
         return subprocess.Popen(command, stderr=subprocess.PIPE)
 
@@ -113,6 +116,8 @@ class TestSoak(unittest.TestCase):
                         status, messages = self.finish(job, rng.uniform(0, 1.5 * needed))
                     except subprocess.TimeoutExpired:
                         number = rng.choice([signal.SIGKILL, signal.SIGKILL, signal.SIGTERM, signal.SIGINT])
+                        if number == signal.SIGINT and not os.path.exists(os.path.join(folder, "started")):
+                            number = signal.SIGKILL  # an interpreter that is still starting may abort
                         job.send_signal(number)
                         status, messages = self.finish(job)
                         kills += 1
