@@ -115,7 +115,7 @@ names:
 
 **Working ahead.** `PrefetchIterator` has the items below it ready when they are asked for. `ParallelMapIterator` and
 `ParallelSelectManyIterator` apply a function, or read chunks, in several processes, and keep the order. A checkpoint of
-a pipeline with a `PrefetchIterator` also restores in the same one without it.
+a pipeline with a `PrefetchIterator` also restores in the same one without it, unless a `FilterIterator` is next to it.
 
 **Any number of ranks.** `ShardedIterator` serves a rank's share of a fixed number of shards, so that a run goes on with
 more ranks, or with fewer.
