@@ -3832,7 +3832,8 @@ class _Shards(_Stage[Tuple[int, Any, Any, bool]]):
     Serve several shards in turn, the one that has given least first.
 
     Yields (shard, item, the shard's state behind the item if a mark lies there, whether the shard has ended instead).
-    A mark lies every `_EVERY` items of a shard. The state of a shard is that at its last mark.
+    A mark lies behind the first item of a shard, so that a checkpoint says early which data it is of, and behind every
+    `_EVERY`-th. The state of a shard is that at its last mark.
     """
 
     _EVERY = 16
@@ -3888,7 +3889,9 @@ class _Shards(_Stage[Tuple[int, Any, Any, bool]]):
         if shard not in self._standing:
             state = self._states[shard]
             pipeline.setstate(state["state"])
-            behind = state["num_served"] % self._EVERY
+            number = state["num_served"]
+            mark = 0 if state["state"] is None else number - number % self._EVERY or 1
+            behind = number - mark
             passed = pipeline._skip(behind)
             if passed < behind:
                 raise _beyond(pipeline, behind, passed)
@@ -3911,7 +3914,7 @@ class _Shards(_Stage[Tuple[int, Any, Any, bool]]):
             return shard, None, None, True
         number = state["num_served"] + 1
         mark = None
-        if number % self._EVERY == 0:
+        if number == 1 or number % self._EVERY == 0:
             try:
                 mark = state["state"] = pipeline.getstate()
             except BaseException:

@@ -298,7 +298,7 @@ class TestElasticRuns(unittest.TestCase):
         self.assertEqual(first[2], first[3])
         states = [process.getstate() for process in processes]
         state = merge([states[0], as_json(states[1]), as_json(states[2]), states[3]])
-        self.assertEqual(state, as_json(merge([processes[1].getstate(), processes[2].getstate()])))
+        self.assertEqual(as_json(state), as_json(merge([processes[1].getstate(), processes[2].getstate()])))
         rest = [list(rank_of(make_shard, 8, 3, number // 2, state)) for number in range(6)]
         self.assertEqual(rest[::2], rest[1::2])
         items = first[0] + first[2] + list(chain(*rest[::2]))
@@ -663,6 +663,19 @@ class TestStatesThatDoNotFit(unittest.TestCase):
             state = self.state(partial(make_shard, there))
             self.refused("made with a list of items with other names", state, partial(make_shard, here), **options)
             self.refused("a list of 40 items, here it is 39", state, partial(make_shard, there[1:]), **options)
+
+    def test_state_of_another_list_or_seed_after_the_first_item(self):
+        self.refused("a list of 40 items, here it is 37", self.state(steps=1), partial(SHARD, refs=range(37)))
+        self.refused("must be of the same Keyed seed", self.state(steps=1), Shard("items", None, Keyed(2)))
+
+    def test_state_of_a_young_shard_as_it_was_saved_before_that_held_its_first_item(self):
+        # Until 16 items the state was that of the start.
+        for steps in range(1, 16):
+            state = self.state(num_shards=1, steps=steps)
+            state["shards"]["0"]["state"] = None
+            iterator = its.ShardedIterator(SHARD, 1)
+            iterator.setstate(state)
+            self.assertEqual(take(iterator, 40), take(skip(its.ShardedIterator(SHARD, 1), steps), 40))
 
     def test_state_of_another_keyed_seed(self):
         self.refused("'random_state' must be of the same Keyed seed", self.state(), Shard("items", None, Keyed(2)))
