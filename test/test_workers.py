@@ -16,6 +16,7 @@ import time
 import unittest
 import warnings
 from functools import partial
+from unittest import mock
 
 from infinibatch import _workers
 from infinibatch._workers import Closed, Ended, Worker
@@ -741,6 +742,30 @@ class DeathTest(WorkerCase):
         self.assertEqual([worker.receive() for _ in range(1000)], list(range(1000)))
         with self.assertRaisesRegex(RuntimeError, "status 0 before its work was done"):
             worker.receive()
+
+    def test_between_two_looks_comes_after_the_message_sent_before_it(self):
+        # The consumer finds nothing, then the worker sends and dies, then the consumer looks whether it has died.
+        def target(link):
+            os.read(read, 1)
+            link.send("last words")
+            os._exit(4)
+
+        def has_ended():
+            if not looks:
+                os.write(write, b"x")
+                os.waitid(os.P_PID, worker.pid, os.WEXITED | os.WNOWAIT)
+            looks.append(1)
+            return look()
+
+        read, write = os.pipe()
+        self.addCleanup(os.close, read)
+        self.addCleanup(os.close, write)
+        worker = self.worker(target, "fork")
+        look, looks = worker._handle._has_ended, []
+        with mock.patch.object(worker._handle, "_has_ended", has_ended):
+            self.assertEqual(worker.receive(), "last words")
+            with self.assertRaisesRegex(RuntimeError, "status 4"):
+                worker.receive()
 
     def test_while_the_consumer_sends_is_an_error(self):
         def target(link):
