@@ -442,6 +442,15 @@ def _count(stage: Any, key: str, value: Any) -> int:
     return value
 
 
+def _source_and_count(stage: Any, checkpoint: Any, key: str) -> Tuple[Any, int]:
+    """Return, of a stage that stores nothing else, its source's state and a number of items."""
+    if checkpoint is None:
+        checkpoint = {"source_state": None, key: 0}
+    source_state, number = _keys(stage, checkpoint, "source_state", key)
+    stage._source._check(source_state)
+    return source_state, _count(stage, key, number)
+
+
 _scratch = random.Random(0)  # states are tried, and positions inside a run of draws are found, on this one
 
 
@@ -1825,11 +1834,7 @@ class SelectManyIterator(_RunIterator[T]):
         self.setstate(None)
 
     def _parse(self, checkpoint: Any) -> Tuple[Any, int]:
-        if checkpoint is None:
-            checkpoint = {"source_state": None, "flattened_items_yielded": 0}
-        source_state, number = _keys(self, checkpoint, "source_state", "flattened_items_yielded")
-        self._source._check(source_state)
-        return source_state, _count(self, "flattened_items_yielded", number)
+        return _source_and_count(self, checkpoint, "flattened_items_yielded")
 
     def _restore(self, source_state: Any, number: int) -> None:
         self._source.setstate(source_state)
@@ -2403,11 +2408,7 @@ class WindowedIterator(_RunIterator[Tuple[T, ...]]):
         self.setstate(None)
 
     def _parse(self, checkpoint: Any) -> Tuple[Any, int]:
-        if checkpoint is None:
-            checkpoint = {"source_state": None, "item_index": 0}
-        source_state, number = _keys(self, checkpoint, "source_state", "item_index")
-        self._source._check(source_state)
-        return source_state, _count(self, "item_index", number)
+        return _source_and_count(self, checkpoint, "item_index")
 
     def _restore(self, source_state: Any, number: int) -> None:
         self._source.setstate(source_state)
@@ -2915,11 +2916,7 @@ class PackIterator(_ReplayIterator[Any]):
         self.setstate(None)
 
     def _parse(self, checkpoint: Any) -> Tuple[Any, int]:
-        if checkpoint is None:
-            checkpoint = {"source_state": None, "num_tokens": 0}
-        source_state, number = _keys(self, checkpoint, "source_state", "num_tokens")
-        self._source._check(source_state)
-        return source_state, _count(self, "num_tokens", number)
+        return _source_and_count(self, checkpoint, "num_tokens")
 
     def _move(self, source_state: Any, number: int) -> None:
         self._source.setstate(source_state)
@@ -3078,11 +3075,7 @@ class _CountingIterator(_Stage[T]):
         self.setstate(None)
 
     def _parse(self, checkpoint: Any) -> Tuple[Any, int]:
-        if checkpoint is None:
-            checkpoint = {"source_state": None, "num_items_yielded": 0}
-        source_state, number = _keys(self, checkpoint, "source_state", "num_items_yielded")
-        self._source._check(source_state)
-        number = _count(self, "num_items_yielded", number)
+        source_state, number = _source_and_count(self, checkpoint, "num_items_yielded")
         if number > self._num_items:
             raise _unfit(self, "num_items_yielded", "at most num_items = {}".format(self._num_items), number)
         return source_state, number
@@ -3483,11 +3476,7 @@ class PrefetchIterator(_AheadIterator[T]):
 
     def _parse(self, checkpoint: Any) -> Tuple[Any, int]:
         super()._parse(checkpoint)
-        if checkpoint is None:
-            checkpoint = {"source_state": None, "item_offset": 0}
-        source_state, number = _keys(self, checkpoint, "source_state", "item_offset")
-        self._source._check(source_state)
-        return source_state, _count(self, "item_offset", number)
+        return _source_and_count(self, checkpoint, "item_offset")
 
     def _save(self) -> Checkpoint:
         source_state, number = self._position()
@@ -3788,11 +3777,7 @@ class ParallelSelectManyIterator(_SharedWorkIterator[T]):
 
     def _parse(self, checkpoint: Any) -> Tuple[Any, int]:
         super()._parse(checkpoint)
-        if checkpoint is None:
-            checkpoint = {"source_state": None, "flattened_items_yielded": 0}
-        source_state, number = _keys(self, checkpoint, "source_state", "flattened_items_yielded")
-        self._source._check(source_state)
-        return source_state, _count(self, "flattened_items_yielded", number)
+        return _source_and_count(self, checkpoint, "flattened_items_yielded")
 
     def _save(self) -> Checkpoint:
         source_state, number = self._position()

@@ -892,7 +892,7 @@ class TestGuide(unittest.TestCase):
     @linux
     def test_the_measurement_runs_and_all_ways_yield_as_many_lines(self):
         script = os.path.join(ROOT, "docs", "benchmark", "torch_loader.py")
-        process = run([sys.executable, "-B", script, "light", "--lines", "2000", "--rounds", "1"], 100)
+        process = run([sys.executable, "-B", script, "light", "--items", "2000", "--rounds", "1"], 100)
         self.assertEqual(process.returncode, 0, process.stderr)
         self.assertEqual(len(re.findall(r"^\| light \| ", process.stdout, re.MULTILINE)), 7)
 

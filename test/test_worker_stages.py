@@ -1120,22 +1120,6 @@ class NothingLeftTest(StageCase):
 
 @posix
 class ForkOfTheConsumerTest(StageCase):
-    def in_fork(self, function):
-        """Run a function in a fork of this process, which must not fail."""
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore", DeprecationWarning)
-            pid = os.fork()
-        if not pid:
-            status = 1
-            try:
-                function()
-                status = 0
-            except BaseException:
-                traceback.print_exc()
-            finally:
-                os._exit(status)
-        return pid
-
     @each()
     def test_goes_on_by_itself_and_does_not_disturb_the_original(self, build):
         for position in [4] if build.start == "spawn" else [0, 5]:
@@ -1245,7 +1229,7 @@ class SurroundingsTest(StageCase):
             self.assertEqual(list(iterator), list(range(30)))
 
         # In a fork the thread does not exist: it holds nothing up.
-        self.assertEqual(os.waitpid(ForkOfTheConsumerTest.in_fork(self, copy), 0)[1], 0)
+        self.assertEqual(os.waitpid(self.in_fork(copy), 0)[1], 0)
         with warnings.catch_warnings():
             warnings.simplefilter("ignore", RuntimeWarning)  # of a thread left behind
             iterator.close()

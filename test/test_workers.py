@@ -13,6 +13,7 @@ import tempfile
 import textwrap
 import threading
 import time
+import traceback
 import unittest
 import warnings
 from functools import partial
@@ -104,6 +105,22 @@ class WorkerCase(unittest.TestCase):
             while True:
                 messages.append(worker.receive())
         return messages
+
+    def in_fork(self, function):
+        """Run a function in a fork of this process, which must not fail."""
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", DeprecationWarning)
+            pid = os.fork()
+        if not pid:
+            status = 1
+            try:
+                function()
+                status = 0
+            except BaseException:
+                traceback.print_exc()
+            finally:
+                os._exit(status)
+        return pid
 
 
 # Targets, where `spawn` can import them.
@@ -561,8 +578,6 @@ class ExceptionsTest(WorkerCase):
         self.fail("no exception")
 
     def text(self, error):
-        import traceback
-
         return "".join(traceback.format_exception(type(error), error, error.__traceback__))
 
     def test_arrive_with_type_message_and_traceback(self):
@@ -1092,24 +1107,6 @@ class CloseTest(WorkerCase):
 
 @posix
 class ForkOfTheConsumerTest(WorkerCase):
-    def in_child(self, function):
-        """Run a function in a fork of this process and return its exit status."""
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore", DeprecationWarning)
-            pid = os.fork()
-        if not pid:
-            status = 1
-            try:
-                function()
-                status = 0
-            except BaseException:
-                import traceback
-
-                traceback.print_exc()
-            finally:
-                os._exit(status)
-        return os.waitpid(pid, 0)[1]
-
     def test_does_not_disturb_the_worker(self):
         for start in STARTS:
             with self.subTest(start=start):
@@ -1125,7 +1122,7 @@ class ForkOfTheConsumerTest(WorkerCase):
                     _workers.close([worker])
                     _workers._close_all()
 
-                self.assertEqual(self.in_child(child), 0)
+                self.assertEqual(os.waitpid(self.in_fork(child), 0)[1], 0)
                 self.assertTrue(worker.owned)
                 self.assertEqual(messages + self.received(worker), list(range(2000)))
 
@@ -1135,7 +1132,7 @@ class ForkOfTheConsumerTest(WorkerCase):
 
         worker = self.worker(count, "fork")
         worker.receive()
-        self.assertEqual(self.in_child(child), 0)
+        self.assertEqual(os.waitpid(self.in_fork(child), 0)[1], 0)
         self.assertEqual(self.received(worker), [1, 2, 3, 4])
 
     def test_may_end_in_any_way(self):

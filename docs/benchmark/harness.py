@@ -1,5 +1,6 @@
 """Time several ways of doing one job against each other, in turns within one process."""
 
+import argparse
 import gc
 import platform
 import statistics
@@ -55,6 +56,23 @@ def drain(items: Iterable[Any]) -> None:
     """Read all items with a `for` loop, as a program does that trains."""
     for _ in items:
         pass
+
+
+def case_parser(description: str, cases: Iterable[str], items: int, rounds: int) -> argparse.ArgumentParser:
+    """Return a parser of the names of cases, all if none is given, and of how much to measure."""
+
+    def case(name: str) -> str:
+        if name not in names:
+            raise argparse.ArgumentTypeError("no such case: {}".format(name))
+        return name
+
+    names = list(cases)
+    parser = argparse.ArgumentParser(description=description, formatter_class=argparse.RawDescriptionHelpFormatter)
+    what = "of {}; default: all".format(", ".join(names))
+    parser.add_argument("cases", nargs="*", type=case, default=names, metavar="CASE", help=what)
+    parser.add_argument("--items", type=int, default=items, help="items of a case's data (default: %(default)s)")
+    parser.add_argument("--rounds", type=int, default=rounds, help="timed rounds (default: %(default)s)")
+    return parser
 
 
 def machine() -> str:

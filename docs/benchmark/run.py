@@ -10,7 +10,6 @@ items, then runs them in turns. A ratio of 0.6 means that Infinibatch takes 0.6 
 consumed by a `for` loop on every side: what the loop itself costs is in all figures.
 """
 
-import argparse
 import compileall
 import gzip
 import importlib
@@ -30,7 +29,7 @@ from typing import Any, Callable, Dict, Iterable, Iterator, List, NamedTuple, Tu
 
 ROOT = os.path.dirname(os.path.dirname(os.path.dirname(os.path.abspath(__file__))))
 
-from harness import Result, compare, drain, machine  # noqa: E402
+from harness import Result, case_parser, compare, drain, machine  # noqa: E402
 
 CHUNK = 10_000
 BUDGET = 8_192  # characters in a batch
@@ -589,21 +588,15 @@ CASES: Dict[str, Callable[[Arguments], Iterator[Row]]] = {
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("cases", nargs="*", metavar="CASE", help="of " + ", ".join(CASES) + "; all if none is named")
-    parser.add_argument("--items", type=int, default=500_000, help="items of a case's data (default: %(default)s)")
-    parser.add_argument("--rounds", type=int, default=7, help="timed rounds (default: %(default)s)")
+    parser = case_parser(__doc__, CASES, items=500_000, rounds=7)
     parser.add_argument("--other", default="", help="folder with another `infinibatch` package, 0.1.1 or newer")
     options = parser.parse_args()
-    unknown = set(options.cases) - set(CASES)
-    if unknown:
-        parser.error("no such case: {}".format(", ".join(sorted(unknown))))
     packages = [load(options.other)] if options.other else []
     arguments = Arguments(options.items, options.rounds, options.other, [load(ROOT)] + packages)
     print("{}; {:,} items, {} rounds".format(machine(), arguments.count, arguments.rounds))
     print("| case | plain, ns per item | Infinibatch |{} target |".format(" the other one |" if packages else ""))
     print("| --- | --- | --- |{} --- |".format(" --- |" if packages else ""))
-    for name in options.cases or CASES:
+    for name in options.cases:
         for row in CASES[name](arguments):
             measure(row, arguments)
 

@@ -9,7 +9,6 @@ consumer either takes them at once (`light`), or works for a millisecond on each
 Time is that on the wall from starting the processes to the last batch, so it needs two idle cores.
 """
 
-import argparse
 import functools
 import gzip
 import os
@@ -26,12 +25,13 @@ from torch.utils.data import DataLoader
 ROOT = os.path.dirname(os.path.dirname(os.path.dirname(os.path.abspath(__file__))))
 sys.path.insert(0, ROOT)
 
-from harness import Job, compare, machine  # noqa: E402
+from harness import Job, case_parser, compare, machine  # noqa: E402
 
 from infinibatch import datasets, iterators, readers  # noqa: E402
 from infinibatch.torch import IterableDataset  # noqa: E402
 
 BATCH = 64
+WORK_MS = {"light": 0.0, "step": 1.0}  # what the consumer does with each batch, in milliseconds
 
 
 def make_corpus(folder: str, count: int) -> List[str]:
@@ -107,27 +107,24 @@ def consume(make: Callable[[], Iterable[Any]], milliseconds: float) -> int:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser()
-    parser.add_argument("cases", nargs="*", help="light, step; default: both")
-    parser.add_argument("--lines", type=int, default=200_000)
-    parser.add_argument("--rounds", type=int, default=5)
-    arguments = parser.parse_args()
+    arguments = case_parser(__doc__, WORK_MS, items=200_000, rounds=5).parse_args()
     warnings.simplefilter("ignore")
     torch.set_num_threads(1)
     print(machine(), "PyTorch", torch.__version__)
     print("| case | way | µs a line | ratio | median ratio |\n| --- | --- | --- | --- | --- |")
     with tempfile.TemporaryDirectory() as folder:
-        paths = make_corpus(folder, arguments.lines)
-        for case in arguments.cases or ["light", "step"]:
-            work = {"light": 0.0, "step": 1.0}[case]
-            jobs: Dict[str, Job] = {name: functools.partial(consume, way, work) for name, way in ways(paths).items()}
-            counts = {job() for job in jobs.values()} if case == "light" else {arguments.lines}
-            if counts != {arguments.lines}:
-                sys.exit("the ways yield {} lines, not {}".format(counts, arguments.lines))
+        paths = make_corpus(folder, arguments.items)
+        for case in arguments.cases:
+            jobs: Dict[str, Job] = {}
+            for name, way in ways(paths).items():
+                jobs[name] = functools.partial(consume, way, WORK_MS[case])
+            counts = {job() for job in jobs.values()} if case == "light" else {arguments.items}
+            if counts != {arguments.items}:
+                sys.exit("the ways yield {} lines, not {}".format(counts, arguments.items))
             for result in compare(jobs, arguments.rounds, time.perf_counter):
                 print(
                     "| {} | {} | {:.2f} | {:.2f} | {:.2f} |".format(
-                        case, result.name, result.minimum / arguments.lines * 1e6, result.ratio, result.median_ratio
+                        case, result.name, result.minimum / arguments.items * 1e6, result.ratio, result.median_ratio
                     ),
                     flush=True,
                 )

@@ -10,7 +10,6 @@ is what these stages are for. So it needs two idle cores, or many rounds to catc
 those of the fastest rounds. Everything from starting the processes to the last item counts.
 """
 
-import argparse
 import functools
 import gzip
 import itertools
@@ -26,7 +25,7 @@ from typing import Any, Callable, Dict, Iterable, Iterator, List
 ROOT = os.path.dirname(os.path.dirname(os.path.dirname(os.path.abspath(__file__))))
 sys.path.insert(0, ROOT)
 
-from harness import Job, compare, drain, machine  # noqa: E402
+from harness import Job, case_parser, compare, drain, machine  # noqa: E402
 
 from infinibatch import datasets, readers  # noqa: E402
 from infinibatch import iterators as it  # noqa: E402
@@ -405,18 +404,11 @@ CASES: Dict[str, Callable[[int, int], None]] = {
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("cases", nargs="*", metavar="CASE", help="of " + ", ".join(CASES) + "; all if none is named")
-    parser.add_argument("--items", type=int, default=200_000, help="items of a case's data (default: %(default)s)")
-    parser.add_argument("--rounds", type=int, default=15, help="timed rounds (default: %(default)s)")
-    arguments = parser.parse_args()
-    unknown = set(arguments.cases) - set(CASES)
-    if unknown:
-        parser.error("no such case: {}".format(", ".join(sorted(unknown))))
+    arguments = case_parser(__doc__, CASES, items=200_000, rounds=15).parse_args()
     print("{}; {:,} items, {} rounds".format(machine(), arguments.items, arguments.rounds))
     print("| case | how | us per item | ratio | median ratio | target |")
     print("| --- | --- | --- | --- | --- | --- |")
-    for name in arguments.cases or CASES:
+    for name in arguments.cases:
         CASES[name](arguments.items, arguments.rounds)
 
 
