@@ -1,4 +1,8 @@
-"""The command line, run as users run it: processes, pipes, signals."""
+"""
+The command line, run as users run it: processes, pipes, signals.
+
+INFINIBATCH_TEST_COMMANDS sets the number of random commands (100).
+"""
 
 import collections
 import contextlib
@@ -24,6 +28,7 @@ from infinibatch.readers import read_lines
 
 ROOT = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
 POSIX = os.name == "posix"
+NUM_COMMANDS = int(os.environ.get("INFINIBATCH_TEST_COMMANDS", "100"))
 
 # Progress is tqdm's where that is installed; this is how the command runs where it is not.
 WITHOUT_TQDM = "import sys; sys.modules['tqdm'] = None; from infinibatch.__main__ import main; sys.exit(main())"
@@ -696,6 +701,99 @@ class TestNamesOfAnyKind(CommandTestCase):
                 out, err = process.communicate()
                 self.assertEqual((process.returncode, err), (0, b""))
                 self.assertRegex(out, re.compile(pattern, re.S | re.M))
+
+
+class TestArgumentsOfAnyKind(CommandTestCase):
+    VALUES = {
+        "--buffer-size": ["1", "7", "9" * 30],
+        "--seed": ["0", "-3", "9" * 30],
+        "--batch-size": ["1", "4"],
+        "--max-tokens": ["1", "9"],
+        "--workers": ["0", "1", "2"],
+        "--epochs": ["1", "0", "3"],
+        "--rank": ["0", "1", "2"],
+        "--world": ["1", "2", "3"],
+        "--save-every": ["0", "1", "inf"],
+        "--lines": ["1", "3"],
+        "--bytes": ["5", "1K"],
+        "--chunks": ["1", "4"],
+        "--threads": ["1", "3"],
+        "--repeat": ["1"],
+        "--limit": ["1", "5", "40"],
+        "--format": ["lines", "jsonl", "csv"],
+        "--checkpoint": ["saved.json", "new.json", "cut.json", "folder", "empty"],
+        "--out": ["new", "folder"],
+        "--shuffle": [],
+        "--plain": [],
+    }
+    PIPELINE = ["--format", "--buffer-size", "--seed", "--batch-size", "--max-tokens", "--workers", "--limit"]
+    OPTIONS = {
+        "stream": PIPELINE[:-1] + ["--epochs", "--rank", "--world", "--checkpoint", "--save-every"],
+        "bench": PIPELINE + ["--repeat"],
+        "plot": PIPELINE,
+        "split": ["--shuffle", "--seed", "--plain", "--threads"],
+    }
+    FILES = ["text.txt", "good.gz", "cut.gz", "table.csv", "values.jsonl", "*.txt", "empty", "folder", "-"]
+    CHECKPOINTS = ["saved.json", "cut.json", "empty", "text.txt"]
+    OTHER = ["", "0", "-1", "1.5", "nan", "1e3", "1_0", "\u0663", "x", "\udcff", "a\nb", "a" * 300, "-", "--", "=", "~"]
+    OTHER += ["**", "[", "{a", "{1..3}", "{9..1}", "{0..99999999999}", "file://x", "nope://x", "missing/x", "/dev/null"]
+
+    def arguments(self, rng):
+        """Return a command that is right, or wrong in a place or two."""
+        command = rng.choice(["stream", "bench", "plot", "split", "split", "show", "diff", "skip"])
+        names = [name for name in self.OPTIONS.get(command, []) if rng.random() < 0.3]
+        if command in ("plot", "split"):
+            names.append("--out")
+        if command == "split":
+            names.append(rng.choice(["--lines", "--bytes", "--chunks"]))
+        if command == "stream":
+            names.append("--limit")  # it may be endless
+        saved = self.CHECKPOINTS
+        pools = {"show": [saved], "diff": [saved] * 2, "skip": [saved, ["0", "3", "99"]]}
+        chosen = [command]
+        for name in names:
+            values = self.VALUES[name]
+            wrong = name != "--limit" and rng.random() < 0.06
+            chosen += [name] + ([rng.choice(self.OTHER if wrong else values)] if values else [])
+        for pool in pools.get(command, [self.FILES] * rng.randint(1, 3)):
+            chosen.append(rng.choice(self.OTHER if rng.random() < 0.06 else pool))
+        return chosen
+
+    def prepare(self):
+        """Make an empty folder with files that are whole, and others that are not."""
+        self.folder = tempfile.mkdtemp(dir=self.own_folder)
+        for name, content in (
+            ("text.txt", b"".join(b"line %d\n" % number for number in range(30))),
+            ("good.gz", gzip.compress(b"a b\nc\n" * 10)),
+            ("cut.gz", gzip.compress(b"a b\nc\n" * 10)[:30]),
+            ("table.csv", b"a,b\n1,2\n3,4\n"),
+            ("values.jsonl", b'{"a": 1}\n[2]\n'),
+            ("empty", b""),
+        ):
+            with open(os.path.join(self.folder, name), "wb") as file:
+                file.write(content)
+        os.mkdir(os.path.join(self.folder, "folder"))
+        self.run_command("stream", "text.txt", "good.gz", "--limit", 5, "--checkpoint", "saved.json")
+        with open(os.path.join(self.folder, "saved.json"), "rb") as file, open(
+            os.path.join(self.folder, "cut.json"), "wb"
+        ) as cut:
+            cut.write(file.read()[:50])
+
+    def test_give_a_result_or_say_what_is_wrong_and_leave_nothing_behind(self):
+        statuses = collections.Counter()
+        for seed in range(NUM_COMMANDS):
+            arguments = self.arguments(random.Random(seed))
+            with self.subTest(seed=seed, arguments=arguments):
+                self.prepare()
+                with mock.patch("sys.stdin", io.TextIOWrapper(io.BytesIO(b"one\ntwo\n"))):
+                    status, _, err = self.run_command(*arguments)
+                statuses[status] += 1
+                self.assertIn(status, (0, 1, 2))
+                if status and (arguments[0], status) != ("diff", 1):
+                    self.assertRegex(err, "error: .")
+                self.assertNotIn("Traceback", err)
+                self.assertEqual([name for name in os.listdir(self.folder) if name.startswith(".")], [])
+        self.assertGreater(min(statuses[status] for status in (0, 1, 2)), NUM_COMMANDS // 20, statuses)
 
 
 class TestProgress(CommandTestCase):
