@@ -457,6 +457,7 @@ class Link(_Channel):
     """What the target of a worker process gets: its end of the channel."""
 
     patient = True
+    num_bytes = 0  # of the last message sent
     _taken_up = 0  # of what the consumer has granted
 
     def send(self, message: Any) -> None:
@@ -472,7 +473,9 @@ class Link(_Channel):
             TypeError: the message cannot be pickled
         """
         _flush_streams()
-        self.put(_MESSAGE, message)
+        pieces, views, size = self.pickler.dump(message)
+        self.num_bytes = size + sum(map(len, views))
+        self.put_pickled(_MESSAGE, pieces, views, size)
 
     def receive(self) -> Any:
         """Return the consumer's next message; blocks until it is there.
@@ -511,6 +514,7 @@ class Link(_Channel):
 class ThreadLink:
     """What the target of a worker thread gets; the methods are those of `Link`, messages are passed as they are."""
 
+    num_bytes = 0
     _taken_up = 0  # of what the consumer has granted
 
     def __init__(self, shared: "_Shared") -> None:

@@ -23,10 +23,11 @@ import warnings
 from copy import deepcopy
 from functools import partial
 from itertools import islice
+from unittest import mock
 
 from test_workers import PROCESSES, STARTS, WorkerCase, eventually, linux, posix, running, script, start_script
 
-from infinibatch import datasets
+from infinibatch import _workers, datasets
 from infinibatch import iterators as its
 from infinibatch.testing import check_iterator
 
@@ -71,6 +72,10 @@ def nested(items, function, start=None):
 
 
 # Functions for them, where `spawn` can import them.
+
+
+def bytes_of(size, item):
+    return bytes(size)
 
 
 def same(item):
@@ -1686,6 +1691,36 @@ class ArraysTest(StageCase):
             self.assertTrue((array == item).all())
             array += 1  # writable, and nobody else's
         self.assertEqual([float(array[0, 0]) for array in arrays], list(range(1, 13)))
+
+
+@posix
+class MessagesTest(StageCase):
+    def numbers(self, build, items, function):
+        """Return how many items came in each message, once the sizes have settled."""
+        numbers = []
+        iterator = build(items, function)
+        receive = _workers.Worker.receive
+
+        def counted(worker, others=()):
+            message = receive(worker, others)
+            numbers.append(len(message[0]))
+            return message
+
+        with mock.patch.object(_workers.Worker, "receive", counted):
+            for _ in range(len(items)):
+                next(iterator)
+        return numbers[len(numbers) // 2 :]
+
+    def test_hold_one_large_item_or_many_small_ones(self):
+        # Large items together would wait for each other, and outgrow the cache.
+        def in_one_chunk(items, function):
+            return its.ParallelSelectManyIterator(Native([0]), lambda _: map(function, items), 1)
+
+        for make in (partial(prefetch, buffer_size=100), in_one_chunk):
+            with self.subTest(make=make):
+                build = partial(self.build, make)
+                self.assertEqual(set(self.numbers(build, range(60), partial(bytes_of, 1 << 20))) - {0}, {1})
+                self.assertGreater(max(self.numbers(build, range(6000), partial(bytes_of, 100))), 10)
 
 
 if __name__ == "__main__":
