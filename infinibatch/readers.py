@@ -61,7 +61,7 @@ T = TypeVar("T")
 
 _Path = Union[str, "os.PathLike[str]"]
 
-_BLOCK_SIZE = 1 << 20  # decompressed bytes held at a time
+_BLOCK_SIZE = 1 << 18  # decompressed bytes held at a time
 _PIECE_SIZE = 1 << 17  # compressed bytes read at a time
 
 _BRACES = re.compile(r"\{([^{}]*)\}")
@@ -313,7 +313,7 @@ def read_lines(path: _Path, encoding: str = "utf-8") -> Iterator[str]:
     gzip (any number of members, zeros behind them), bzip2, xz and zstd (any number of frames) are decompressed on the
     way. zstd needs Python 3.14 or the package ``zstandard``.
 
-    Cost: about 1 MiB of text at a time is held, and its lines; a longer line is held as a whole. The file is opened by
+    Cost: about 256 KiB of text at a time is held, and its lines; a longer line is held as a whole. The file is opened by
     the first ``next()`` and closed when the iterator ends, fails or is dropped.
 
     Args:
@@ -493,7 +493,7 @@ def read_jsonl(path: _Path) -> Iterator[Any]:
     Lines of nothing but white space are passed over. Lines and compression are those of `read_lines`; a byte order
     mark is passed over.
 
-    Cost: about 1 MiB of text is held at a time, and its values. The file is opened by the first ``next()`` and closed
+    Cost: about 256 KiB of text is held at a time, and its values. The file is opened by the first ``next()`` and closed
     when the iterator ends, fails or is dropped.
 
     Args:
@@ -553,7 +553,7 @@ def read_csv(path: _Path, encoding: str = "utf-8-sig", **csv_options: Any) -> It
     of the file. One that is followed by much more text is found when its field exceeds ``csv.field_size_limit()``,
     131072 characters; set that higher for data whose fields are longer.
 
-    Cost: about 1 MiB of text is held at a time, or a row if that is longer. The file is opened by the first
+    Cost: about 256 KiB of text is held at a time, or a row if that is longer. The file is opened by the first
     ``next()`` and closed when the iterator ends, fails or is dropped.
 
     Args:
@@ -683,7 +683,7 @@ def read_tar(path: _Path) -> Iterator[Dict[str, Any]]:
     without a leading ``./``, and ``'__file__'``, the tar file. Asked for a field that it lacks, it raises a
     ``KeyError`` that lists those it has.
 
-    Cost: about 1 MiB of data, one sample, and the keys of all samples of the file are held. The file is opened by the
+    Cost: about 256 KiB of data, one sample, and the keys of all samples of the file are held. The file is opened by the
     first ``next()`` and closed when the iterator ends, fails or is dropped.
 
     Args:
