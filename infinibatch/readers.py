@@ -313,8 +313,8 @@ def read_lines(path: _Path, encoding: str = "utf-8") -> Iterator[str]:
     gzip (any number of members, zeros behind them), bzip2, xz and zstd (any number of frames) are decompressed on the
     way. zstd needs Python 3.14 or the package ``zstandard``.
 
-    Cost: about 256 KiB of text at a time is held, and its lines; a longer line is held as a whole. The file is opened by
-    the first ``next()`` and closed when the iterator ends, fails or is dropped.
+    Cost: about 256 KiB of text is held at a time, and its lines; a longer line is held as a whole. The file is opened
+    by the first ``next()`` and closed when the iterator ends, fails or is dropped.
 
     Args:
         path: The file, as str or ``PathLike``.

@@ -142,7 +142,7 @@ class TestGuides(unittest.TestCase):
 class TestBenchmark(unittest.TestCase):
     @unittest.skipUnless(os.name == "posix", "measures with the module resource")
     def test_cases_run_and_both_sides_yield_the_same_number_of_items(self):
-        cases = ["shuffle", "buckets", "gzip", "classes", "resume", "state"]
+        cases = ["shuffle", "buckets", "gzip", "classes", "resume", "state", "memory"]
         script = os.path.join(ROOT, "docs", "benchmark", "run.py")
         process = subprocess.run(
             [sys.executable, "-B", script, "--items", "2000", "--rounds", "1", "--other", ROOT] + cases,
@@ -155,6 +155,7 @@ class TestBenchmark(unittest.TestCase):
             "| shuffle, blocks of 10,000 |",
             "| ShardedIterator, 16 shards |",
             "the other Infinibatch: shuffled",
+            "the other Infinibatch: 2 chunks",
         ):
             self.assertIn(text, process.stdout)
 

@@ -575,6 +575,29 @@ def scale(arguments: Arguments) -> Iterator[Row]:
     return iter(())
 
 
+def memory(arguments: Arguments) -> Iterator[Row]:
+    """The most memory held while most of an epoch is read, against the size of the corpus."""
+
+    def read_chunk(number: int) -> List[str]:
+        return ["{:08} {:03} ".format(number, line) + "x" * (line % 100) for line in range(1_000)]
+
+    for count in (max(arguments.count // part, 1) for part in (100_000, 10_000, 1_000)):
+        for number, package in enumerate(arguments.packages):
+            tracemalloc.start()
+            lines = package.datasets.chunked_dataset_iterator(list(range(count)), read_chunk, 5_000, seed=1)
+            total = sum(map(len, itertools.islice(longest_first(package, lines, 2_000), 8 * count)))
+            peak = tracemalloc.get_traced_memory()[1]
+            tracemalloc.stop()
+            print(
+                "{}{:,} chunks of 1,000 lines, shuffled in blocks of 5,000 and in buckets of 2,000: at most {:.1f} MiB "
+                "held, in batches of {:.0f} lines".format(
+                    "the other Infinibatch: " if number else "", count, peak / (1 << 20), total / (8 * count)
+                ),
+                flush=True,
+            )
+    return iter(())
+
+
 CASES: Dict[str, Callable[[Arguments], Iterator[Row]]] = {
     "shuffle": shuffle,
     "buckets": buckets,
@@ -584,6 +607,7 @@ CASES: Dict[str, Callable[[Arguments], Iterator[Row]]] = {
     "resume": resume,
     "state": state,
     "scale": scale,
+    "memory": memory,
 }
 
 
