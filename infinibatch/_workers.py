@@ -754,7 +754,7 @@ class _Process(_Channel):
             with warnings.catch_warnings():
                 # Forking with threads is what this module is built for.
                 warnings.simplefilter("ignore", DeprecationWarning)
-                self.pid = os.fork()
+                self.pid = _fork()
             if not self.pid:
                 try:
                     ignored = [number for number in _signals() if callable(signal.getsignal(number))]
@@ -1156,6 +1156,15 @@ def _main_module() -> Dict[str, Any]:
         if os.path.exists(path):  # not '<stdin>'
             data["init_main_from_path"] = path
     return data
+
+
+def _fork() -> int:
+    try:
+        return os.fork()
+    except OSError as error:  # "Resource temporarily unavailable"
+        raise OSError(
+            error.errno, "no worker process could be started: {} (a limit on processes?)".format(error.strerror)
+        ) from error
 
 
 def _memory_file(size: int) -> int:

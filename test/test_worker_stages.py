@@ -2,6 +2,7 @@
 
 import collections
 import contextlib
+import errno
 import functools
 import gc
 import itertools
@@ -1014,6 +1015,22 @@ class NothingLeftTest(StageCase):
                 iterator.setstate(None)
                 self.assertEqual([next(iterator) for _ in range(n % 4)], list(range(n % 4)))
             iterator.setstate(None)
+
+    @each(["fork"])
+    def test_by_a_limit_on_processes(self, build):
+        fork, iterator = os.fork, build(range(9), same)
+        for allowed in range(1 if build.make.func is prefetch else 2):
+            forks = iter(range(allowed))
+
+            def limited():
+                if next(forks, None) is None:  # noqa: B023
+                    raise BlockingIOError(errno.EAGAIN, "Resource temporarily unavailable")
+                return fork()
+
+            with self.nothing_is_left(), mock.patch("os.fork", limited):
+                with self.assertRaisesRegex(BlockingIOError, "no worker process could be started: Resource temp"):
+                    next(iterator)
+        self.assertEqual(list(iterator), list(range(9)))
 
     @each(["fork"], {"prefetch": prefetch, "nested": nested})
     def test_by_a_hundred_dropped_pipelines(self, build):
