@@ -1162,9 +1162,8 @@ def _fork() -> int:
     try:
         return os.fork()
     except OSError as error:  # "Resource temporarily unavailable"
-        raise OSError(
-            error.errno, "no worker process could be started: {} (a limit on processes?)".format(error.strerror)
-        ) from error
+        reason = "{} (a limit on processes?)".format(error.strerror or error)
+        raise OSError(error.errno, "no worker process could be started: " + reason) from error
 
 
 def _memory_file(size: int) -> int:

@@ -20,6 +20,8 @@ import tempfile
 import unittest
 from unittest import mock
 
+from test_workers import take_signals
+
 from infinibatch import __main__ as cli
 from infinibatch import _demo, _stream, checkpoint
 from infinibatch.datasets import chunked_dataset_iterator
@@ -32,12 +34,6 @@ NUM_COMMANDS = int(os.environ.get("INFINIBATCH_TEST_COMMANDS", "100"))
 
 # Progress is tqdm's where that is installed; this is how the command runs where it is not.
 WITHOUT_TQDM = "import sys; sys.modules['tqdm'] = None; from infinibatch.__main__ import main; sys.exit(main())"
-
-
-def take_signals():
-    """Do not inherit that signals are ignored, as they are where the tests run under nohup or in the background."""
-    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
-        signal.signal(number, signal.SIG_DFL)
 
 
 class CommandTestCase(unittest.TestCase):

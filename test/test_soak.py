@@ -15,6 +15,8 @@ import tempfile
 import time
 import unittest
 
+from test_workers import take_signals
+
 ROOT = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
 SECONDS = float(os.environ.get("INFINIBATCH_TEST_SOAK", "8"))
 SEED = int(os.environ.get("INFINIBATCH_TEST_SEED", "0")) or int(time.time())
@@ -75,7 +77,7 @@ class TestSoak(unittest.TestCase):
         elif os.path.exists(os.path.join(folder, "started")):
             os.remove(os.path.join(folder, "started"))
         command = [sys.executable, self.script, folder, str(NUM_BATCHES), str(every)]
-        return subprocess.Popen(command, stderr=subprocess.PIPE)
+        return subprocess.Popen(command, stderr=subprocess.PIPE, preexec_fn=take_signals)
 
     def finish(self, job, seconds=120):
         _, messages = job.communicate(timeout=seconds)

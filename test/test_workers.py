@@ -58,6 +58,12 @@ def environment():
     return dict(variables, PYTHONPATH=ROOT, PYTHONDONTWRITEBYTECODE="1")
 
 
+def take_signals():
+    """Do not inherit that signals are ignored, as they are where the tests run under nohup or in the background."""
+    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+        signal.signal(number, signal.SIG_DFL)
+
+
 def script(code, *options, seconds=30, **keywords):
     """Run a program in a process group of its own; return its status, output, errors and duration."""
     process = start_script(code, *options, **keywords)
@@ -82,6 +88,7 @@ def start_script(code, *options, **keywords):
         universal_newlines=True,
         env=environment(),
         start_new_session=True,
+        preexec_fn=take_signals,
         **keywords,
     )
 
