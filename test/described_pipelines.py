@@ -9,19 +9,12 @@ and ``chunks`` holds the items of each chunk of a chunked data set, with ``"read
 import gzip
 import json
 import os
-import sys
 import zlib
 from functools import partial
 
 from infinibatch import datasets, iterators
 
 FUNCTION_PARAMETERS = ("transform", "collection_selector", "key", "batch_size", "boundary_key", "step_function")
-
-
-def share(cases):
-    """Return all cases, or every n-th if INFINIBATCH_TEST_SHARE is n: others in each version of Python."""
-    number = int(os.environ.get("INFINIBATCH_TEST_SHARE", "1"))
-    return list(cases)[sys.version_info[1] % number :: number]
 
 
 def build(description, folder=None):

@@ -7,7 +7,7 @@ import tempfile
 import unittest
 from functools import partial
 
-from described_pipelines import as_json, build, share
+from described_pipelines import as_json, build
 
 from infinibatch.testing import check_iterator
 
@@ -60,7 +60,7 @@ class TestGolden(unittest.TestCase):
                 self.assertEqual(ended, case["ends"])
 
     def test_every_position_restores_exactly(self):
-        for name, case in share(cases()):
+        for name, case in cases():
             states = []
             with self.build(name, case) as iterator:
                 for _ in case["expected"]:
@@ -76,7 +76,7 @@ class TestGolden(unittest.TestCase):
                         self.assertEqual(ended, case["ends"])
 
     def test_contract_is_kept(self):
-        for name, case in share(cases()):
+        for name, case in cases():
             if name != "tutorial.json":  # pipelines like those of dataset.json, whose chunks take long to read
                 with self.subTest(case["id"]):
                     check_iterator(partial(self.build, name, case), take=case["take"], positions=5, pickles=True)

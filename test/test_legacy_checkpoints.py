@@ -6,7 +6,7 @@ import os
 import pickle
 import unittest
 
-from described_pipelines import as_json, build, share
+from described_pipelines import as_json, build
 from generate_legacy import FOLDER, PIPELINES
 
 
@@ -25,7 +25,7 @@ class TestLegacyCheckpoints(unittest.TestCase):
 
     def for_each(self, check):
         """Run the check for each checkpoint, with its pipeline, its entry and its state as pickle gives it."""
-        for name, entries in share(self.checkpoints.items()):
+        for name, entries in self.checkpoints.items():
             for entry, state in zip(entries, self.pickled[name]):
                 with self.subTest(name, position=entry["position"], after_end=entry["after_end"]):
                     check(PIPELINES[name][0], entry, state)
