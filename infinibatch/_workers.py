@@ -1183,7 +1183,8 @@ def _memory_file(size: int) -> int:
 def _signals() -> Set[int]:
     if hasattr(signal, "valid_signals"):
         return set(signal.valid_signals())
-    return set(signal.Signals) | set(range(signal.SIGRTMIN, signal.SIGRTMAX + 1))
+    last = getattr(signal, "SIGRTMAX", -1)  # real-time signals, which macOS does not have
+    return set(signal.Signals) | set(range(getattr(signal, "SIGRTMIN", 0), last + 1))
 
 
 def _leave_signals_to_consumer(ignored: Iterable[int]) -> None:

@@ -1442,6 +1442,78 @@ class SurroundingsTest(StageCase):
         self.assertEqual(list(iterator), list(range(40)))
 
 
+# What other systems lack is taken away, behind the standard library's back.
+ELSEWHERE = """
+    import multiprocessing.util, os, select, signal, socket, subprocess, sys, tempfile, threading
+    missing = {
+        "win32": (
+            "os.fork os.register_at_fork os.WNOHANG os.killpg os.setsid os.memfd_create os.sched_getaffinity os.pread "
+            "select.poll select.epoll signal.SIGHUP signal.SIGKILL signal.SIGCHLD signal.SIGUSR1 signal.SIGPIPE "
+            "signal.pthread_sigmask socket.AF_UNIX socket.MSG_DONTWAIT socket.MSG_NOSIGNAL fcntl resource"
+        ),
+        "darwin": (
+            "os.memfd_create os.sched_getaffinity select.epoll signal.SIGRTMIN signal.SIGRTMAX socket.MSG_NOSIGNAL "
+            "fcntl.F_SETSIG"
+        ),
+    }[sys.argv[1]]
+    for name in missing.split():
+        module, _, attribute = name.partition(".")
+        if attribute:
+            vars(__import__(module)).pop(attribute, None)
+        else:
+            sys.modules[module] = None
+    sys.platform = sys.argv[1]
+
+    from infinibatch import _workers, datasets
+    from infinibatch import iterators as its
+
+    def same(item):
+        return item
+
+    def chunk(item):
+        return [item]
+
+    def shard(number, rank):
+        return its.ChunkedSourceIterator(range(30), number, rank)
+
+    def source():
+        return its.NativeCheckpointableIterator(range(30))
+
+    def pipelines(start):
+        yield lambda: its.PrefetchIterator(source(), 4, start=start)
+        yield lambda: its.ParallelMapIterator(source(), same, 2, 3, start=start)
+        yield lambda: its.ParallelSelectManyIterator(source(), chunk, 2, start=start)
+        yield lambda: its.ShardedIterator(shard, 4, num_processes=2, start=start)
+        yield lambda: datasets.chunked_dataset_iterator(range(9), chunk, 4, num_epochs=3, num_workers=2)
+
+    if __name__ == "__main__":
+        print(_workers.default_start())
+        for start in [None] + sys.argv[2:]:
+            for make in pipelines(start):
+                with make() as original, make() as restored:
+                    items = [next(original) for _ in range(7)]
+                    restored.setstate(original.getstate())
+                    rest = list(original)
+                    assert list(restored) == rest and len(items + rest) in (27, 30), (start, items, rest)
+        if sys.argv[1] == "win32":
+            try:
+                next(its.PrefetchIterator(source(), 2, start="fork"))
+            except ValueError as error:
+                print(error)
+"""
+
+
+@linux
+class ElsewhereTest(StageCase):
+    def test_stages_run_in_threads_where_processes_cannot_be_forked(self):
+        status, out, err = self.script_file(ELSEWHERE, "win32", "thread")
+        self.assertEqual((status, err), (0, ""))
+        self.assertEqual(out, "thread\nstart must be 'thread' on this platform, got 'fork'\n")
+
+    def test_stages_run_in_any_way_where_what_only_linux_has_is_missing(self):
+        self.assertEqual(self.script_file(ELSEWHERE, "darwin", "fork", "spawn"), (0, "thread\n", ""))
+
+
 class Doubled(its.MapIterator):
     """A user's own class that overrides only `__next__`."""
 
