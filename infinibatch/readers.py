@@ -278,13 +278,14 @@ def _runs_before_damage(items: Iterator[T], log: Optional[Callable[[str], Any]],
             run.extend(islice(items, size))
         except Exception as error:
             damage = error
+        elapsed = perf_counter() - begin
         num_items += len(run)
         yield run
         if damage is not None:
             _skip(damage, num_items, log, chunk_ref)
         if len(run) < size:
             return
-        if perf_counter() - begin < 1e-3:
+        if elapsed < 1e-3:
             size = min(2 * size, 1000)
 
 
@@ -568,8 +569,9 @@ def read_csv(path: _Path, encoding: str = "utf-8-sig", **csv_options: Any) -> It
 
     Raises:
         TypeError: ``path`` is no path, or an option is none of the module ``csv``.
-        ValueError: Python does not know ``encoding``. While iterating, naming file, row (the first behind the header
-            is 1) and line: the row is wrong, two fields have one name, or as for `read_lines`.
+        ValueError: Python does not know ``encoding``, or the module ``csv`` the dialect. While iterating, naming file,
+            row (the first behind the header is 1) and line: the row is wrong, two fields have one name, or as for
+            `read_lines`.
         OSError, ImportError: As for `read_lines`.
 
     >>> import tempfile
@@ -586,7 +588,10 @@ def read_csv(path: _Path, encoding: str = "utf-8-sig", **csv_options: Any) -> It
     fieldnames = csv_options.pop("fieldnames", None)
     rest: Dict[str, Any] = {name: csv_options.pop(name) for name in ("restkey", "restval") if name in csv_options}
     names = None if fieldnames is None else _field_names(list(fieldnames))
-    csv.reader([], **csv_options)
+    try:
+        csv.reader([], **csv_options)
+    except csv.Error as error:
+        raise ValueError("the options must be those of the module csv: {}".format(error)) from error
     return _csv_rows(_checked(path), _new_decoder(encoding), encoding, names, rest, csv_options)
 
 
@@ -796,6 +801,16 @@ class _Tar:
         self._offset += size
         return data
 
+    def pass_over(self, size: int) -> None:
+        """Leave out the next bytes, all of them."""
+        while size:
+            if self._at_end():
+                raise EOFError("the tar ends too early")
+            step = min(size, len(self._block) - self._begin)
+            self._begin += step
+            self._offset += step
+            size -= step
+
     def _at_end(self) -> bool:
         if self._begin == len(self._block):
             self._block, self._begin = next(self._blocks, b""), 0
@@ -838,7 +853,7 @@ class _Tar:
             end = self._offset + size + -size % _TAR_BLOCK
             if kind not in b"23456VND" and not name.endswith("/"):
                 yield name, size
-            self.read(end - self._offset)
+            self.pass_over(end - self._offset)
             extended = {}
 
 
@@ -1016,9 +1031,9 @@ class MappedLines(Sequence[str]):
         return self._lines(i, i + 1)[0]
 
     def __iter__(self) -> Iterator[str]:
-        return chain.from_iterable(self._runs())
+        return chain.from_iterable(self._infinibatch_runs())
 
-    def _runs(self, begin: int = 0) -> Iterator[List[str]]:
+    def _infinibatch_runs(self, begin: int = 0) -> Iterator[List[str]]:
         """Yield lists of lines, from the given one on: cheaper than one line after the other."""
         end = begin
         while begin < len(self):

@@ -296,6 +296,8 @@ class TestCsv(FormatTestCase):
         for options in [{"delimeter": ";"}, {"delimiter": ";;"}, {"quoting": 17}]:
             with self.subTest(options=options), self.assertRaisesRegex(TypeError, "[dD]elimiter|delimeter|quoting"):
                 read_csv("chunk", **options)
+        with self.assertRaisesRegex(ValueError, "options must be those of the module csv: unknown dialect"):
+            read_csv("chunk", dialect="klingon")
 
 
 class TarTestCase(FormatTestCase):
@@ -441,11 +443,12 @@ class TestTar(TarTestCase):
 
     def test_one_member_is_in_memory_at_a_time(self):
         size = 1 << 20
-        path = self.write(self.tar([("{}.bin".format(number), bytes(size)) for number in range(30)]))
+        members = [("{}.bin".format(number), bytes(size)) for number in range(30)]
+        path = self.write(self.tar(members + [("no-field", bytes(30 * size)), ("30.bin", b"x")]))
         gc.collect()
         tracemalloc.start()
         try:
-            self.assertEqual(sum(len(sample["bin"]) for sample in read_tar(path)), 30 * size)
+            self.assertEqual(sum(len(sample["bin"]) for sample in read_tar(path)), 30 * size + 1)
             peak = tracemalloc.get_traced_memory()[1]
         finally:
             tracemalloc.stop()

@@ -515,6 +515,16 @@ class TestSkipErrors(ReaderTestCase):
         with self.assertRaisesRegex(RuntimeError, "StopIteration"):
             next(items)
 
+    def test_runs_grow_however_slow_the_consumer_is(self):
+        now, asked = [0.0], []
+        read = skip_errors(lambda chunk: (asked.append(item) or item for item in chunk))
+        with mock.patch.object(readers, "perf_counter", lambda: now[0]):
+            items = iter(read(range(100)))
+            for _ in range(30):
+                next(items)
+                now[0] += 1
+        self.assertEqual(len(asked), 1 + 2 + 4 + 8 + 16)
+
     def test_damage_is_logged_as_a_warning_by_default(self):
         path = self.write(gzip.compress(b"a\nb\n")[:-10], "cut.gz")
         with self.assertLogs("infinibatch.readers", "WARNING") as logs:
