@@ -32,12 +32,19 @@ _STAGES = [
     ("the command stream", {"settings", "num_written"}),
     ("BucketedReadaheadBatchIterator", {"source_state", "random_state", "num_served"}),
     ("BufferedShuffleIterator", {"source_state", "random_state", "buffer"}),
+    ("ShardedIterator", {"num_shards", "shards"}),
+    ("a shard", {"shard", "num_served"}),
+    ("MixIterator", {"source_states", "turn"}),
     ("MultiplexIterator", {"control_iterator_state", "source_iterator_states"}),
     ("PrefetchIterator", {"source_state", "item_offset"}),
     ("WindowedIterator", {"source_state", "item_index"}),
     ("RecurrentIterator or SamplingRandomMapIterator", {"source_state", "recurrent_state"}),
+    ("PackIterator", {"source_state", "num_tokens"}),
+    ("ChainIterator", {"source_state", "index"}),
+    ("TakeIterator or EnumerateIterator", {"source_state", "num_items_yielded"}),
     ("SelectManyIterator", {"source_state", "flattened_items_yielded"}),
     ("ZipIterator", {"input_states"}),
+    ("PermutationSourceIterator", {"random_state", "index", "epoch"}),
     ("InfinitePermutationSourceIterator", {"random_state", "index"}),
     ("NativeCheckpointableIterator or ChunkedSourceIterator", {"num_items_yielded"}),
     ("RandomIterator", {"random_state"}),
@@ -128,7 +135,7 @@ def read(path: _Path) -> Any:
     """Return the state that `save` wrote, without a pipeline: for `merge`, or to look at it.
 
     Args:
-        path: The file, as str, bytes or `PathLike`.
+        path: The file, as str or `PathLike`.
 
     Raises:
         ValueError: The file is empty, cut off, damaged or no checkpoint.
@@ -157,7 +164,7 @@ def read(path: _Path) -> Any:
             "{} has layout {!r}, and this version reads {}".format(path, document["infinibatch_checkpoint"], _LAYOUT)
         )
     state = document["state"]
-    if document.get("crc32", _checksum(_dumps(state))) != _checksum(_dumps(state)):
+    if "crc32" in document and document["crc32"] != _checksum(_dumps(state)):
         raise ValueError("{} is damaged: its state does not match its checksum".format(path))
     return state
 
@@ -360,9 +367,12 @@ def _stage(state: Any) -> Tuple[str, Any, List[Any]]:
     own: Dict[str, Any] = {}
     sources: List[Any] = []
     for key, value in state.items():
-        if key in ("input_states", "source_iterator_states") and isinstance(value, (list, tuple)):
+        if key in ("input_states", "source_iterator_states", "source_states") and isinstance(value, (list, tuple)):
             sources += value
-        elif key in ("source_state", "control_iterator_state"):
+        elif key == "shards" and isinstance(value, dict):
+            for shard, saved in value.items():
+                sources.append(dict({"shard": shard}, **saved) if isinstance(saved, dict) else saved)
+        elif key in ("source_state", "control_iterator_state") or key == "state" and "shard" in state:
             sources.append(value)
         else:
             own[key] = value

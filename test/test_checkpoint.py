@@ -20,12 +20,21 @@ from infinibatch.iterators import (
     BlockwiseShuffleIterator,
     BucketedReadaheadBatchIterator,
     BufferedShuffleIterator,
+    ChainIterator,
+    EnumerateIterator,
+    FixedBatchIterator,
     InfinitePermutationSourceIterator,
     MapIterator,
+    MixIterator,
     MultiplexIterator,
     NativeCheckpointableIterator,
+    PackIterator,
+    PermutationSourceIterator,
     RecurrentIterator,
     SelectManyIterator,
+    ShardedIterator,
+    TakeIterator,
+    WindowedIterator,
     ZipIterator,
 )
 
@@ -478,6 +487,52 @@ class TestShow(CheckpointTestCase):
         self.assertRegex(lines[5], r"^  BufferedShuffleIterator: .*buffer \[2 items\]")
         self.assertEqual(lines[6], "    " + native.format(0))
         self.assertEqual(len(lines), 7)
+
+    def test_each_stage_is_shown_by_its_name_above_its_sources(self):
+        def letters():
+            return NativeCheckpointableIterator("abcdef")
+
+        for make in (
+            lambda: PackIterator(letters(), 4),
+            lambda: TakeIterator(letters(), 2),
+            lambda: EnumerateIterator(letters()),
+            lambda: ChainIterator(letters(), letters()),
+            lambda: MixIterator([letters(), letters()]),
+            lambda: WindowedIterator(letters(), 2),
+            lambda: FixedBatchIterator(letters(), 2),
+            lambda: RecurrentIterator(letters(), lambda state, item: (state, item), 0),
+            lambda: BufferedShuffleIterator(letters(), 2),
+            lambda: PermutationSourceIterator("ab"),
+            lambda: InfinitePermutationSourceIterator("ab"),
+        ):
+            iterator = make()
+            name = type(iterator).__name__
+            with self.subTest(name):
+                next(iterator)
+                lines = self.show(iterator).split("\n")
+                self.assertIn(name, re.split("[ :]", lines[0].replace(" or ", " ")))
+                self.assertEqual(len(lines), 3 if name == "MixIterator" else 1 if "Permutation" in name else 2)
+                for line in lines[1:]:
+                    self.assertRegex(line, "^  NativeCheckpointableIterator or ChunkedSource")
+
+    def test_shards_are_shown_each_with_its_pipeline(self):
+        def make_shard(num_shards, shard):
+            return FixedBatchIterator(NativeCheckpointableIterator(range(shard, 17, num_shards)), 2)
+
+        rank = ShardedIterator(make_shard, 4, num_instances=2, instance_rank=1)
+        take(rank, 2)
+        expected = ["ShardedIterator: num_shards 4"]
+        for shard in "13":
+            expected += [
+                "  a shard: shard {!r}, num_served 1, ended False".format(shard),
+                "    FixedBatchIterator",
+                "      NativeCheckpointableIterator or ChunkedSourceIterator: num_items_yielded 2",
+            ]
+        self.assertEqual(self.show(rank).split("\n"), expected)
+        take(rank, 1)
+        checkpoint.save(rank, self.path + ".other")
+        differences = "ShardedIterator\n  a shard: num_served 1 | 2"
+        self.assertEqual(checkpoint.diff(self.path, self.path + ".other"), differences)
 
     def test_states_of_unknown_stages_are_shown_by_their_keys(self):
         state = {"source_state": {"mine": "x" * 500}, "limits": {"low": 1, "high": 2.5}}
