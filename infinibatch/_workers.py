@@ -520,10 +520,6 @@ class ThreadLink:
     def __init__(self, shared: "_Shared") -> None:
         self._shared = shared
 
-    @property
-    def waited(self) -> float:
-        return self._shared.waited[_WORKER]
-
     def send(self, message: Any) -> None:
         self.finish(_MESSAGE, message)
 

@@ -76,8 +76,9 @@ A pipeline serves one caller at a time. While `next()` is at work, neither anoth
 pipeline calls, nor a handler of a signal may use the same pipeline: let the handler set a flag, and save the state when
 `next()` has returned. Only `close()` may come from anywhere.
 
-An iterator that keeps a position of its own rewinds its source when it is built; `MapIterator` and `ZipIterator`, which
-keep none, leave it where it is. `close()` of the root closes all; as a context manager, a pipeline closes itself.
+An iterator that keeps a position of its own rewinds its source when it is built; `MapIterator`, `FilterIterator` and
+`ZipIterator`, which keep none, leave it where it is. `close()` of the root closes all; as a context manager, a pipeline
+closes itself.
 
 A pipeline whose functions can be pickled can itself be pickled and copied, and goes on from where it was.
 
@@ -679,7 +680,9 @@ class CheckpointableIterator(Iterator[T]):
         """
         Return the position of the whole pipeline, as plain data that nothing changes later.
 
-        May be called at any moment: before the first item, between items, after the end, after an error.
+        May be called at any moment: before the first item, between items, after the end, after an error, after
+        `close()`. (After an error and then `close()`, a stage that has to read its source again to know where it is
+        raises a RuntimeError if there are workers below it: take the state first.)
         """
 
     @abstractmethod
@@ -871,7 +874,8 @@ _END: Any = object()  # in place of a run
 
 _RUNS: Set[type] = {list, tuple, range, str, bytes}  # their iterators say where they are, and can be set
 
-# Three ways to keep the position, from the cheapest to the dearest; each stage uses one.
+# Two ways to keep a position, the cheaper one first, and the adapter of a user's own class. Stages that need neither
+# give back to their sources what they have not passed on.
 
 
 class _RunIterator(_Stage[T]):
@@ -937,7 +941,7 @@ class _RunIterator(_Stage[T]):
             if self._end > len(run):
                 raise self._too_far(len(run))
             # Lines of a mapped file come in lists; another sequence may compute an item only when it is asked for.
-            runs = getattr(run, "_runs", None)
+            runs = getattr(run, "_infinibatch_runs", None)
             self._stream = chain.from_iterable(runs(self._end)) if runs else _items_from(run, self._end)
         else:
             stream = iter(run)
@@ -1125,7 +1129,6 @@ class _Foreign(_ReplayIterator[T]):
 
     _ended = False
     _transient: Tuple[str, ...] = ("_ended",)
-    _shown = ()
 
     def __init__(self, iterator: CheckpointableIterator[T]) -> None:
         self._iterator = iterator
@@ -1283,7 +1286,7 @@ class _ListSource(_RunIterator[T]):
         if len(here) == len(there) and all(map(operator.is_, here, there)):
             self._source_items, self._digest = there, other._origin()["digest"]
 
-    def _warn_if_idle(self, number: int) -> None:
+    def _log_if_idle(self, number: int) -> None:
         if number <= self._instance_rank:
             logger.info("instance %d of %d gets none of %d items", self._instance_rank, self._num_instances, number)
 
@@ -1331,7 +1334,7 @@ class ChunkedSourceIterator(_ListSource[T]):
     def __init__(self, source_items: Iterable[T], num_instances: int = 1, instance_rank: int = 0) -> None:
         self._source_items = _list("source_items", source_items)
         self._num_instances, self._instance_rank = _instance(num_instances, instance_rank)
-        self._warn_if_idle(len(self._source_items))
+        self._log_if_idle(len(self._source_items))
         self.setstate(None)
 
     def _part(self) -> Tuple[int, int]:
@@ -1376,7 +1379,7 @@ class InfinitePermutationSourceIterator(_ListSource[T]):
     Args:
         source_items: the list, the same for each instance. It is copied.
         seed: int, float, str or bytes for `random.Random`, or `Keyed`. None draws one, which checkpoints carry on.
-        shuffle: False yields the list itself, over and over, these very objects each time.
+        shuffle: False yields the items in the order of the list, over and over, the same objects each time.
         num_instances: number of instances that share the stream.
         instance_rank: number of this one, from 0 to `num_instances` - 1.
 
@@ -1488,7 +1491,7 @@ class PermutationSourceIterator(InfinitePermutationSourceIterator[T]):
         source_items: the list, the same for each instance. It is copied.
         num_epochs: number of permutations.
         seed: int, float, str or bytes for `random.Random`, or `Keyed`. None draws one, which checkpoints carry on.
-        shuffle: False yields the list itself, `num_epochs` times.
+        shuffle: False yields the items in the order of the list, `num_epochs` times.
         num_instances: number of instances that share the stream.
         instance_rank: number of this one, from 0 to `num_instances` - 1.
 
@@ -1513,7 +1516,7 @@ class PermutationSourceIterator(InfinitePermutationSourceIterator[T]):
     ) -> None:
         self._num_epochs = _integer("num_epochs", num_epochs)
         super().__init__(source_items, seed, shuffle, num_instances, instance_rank)
-        self._warn_if_idle(len(self._source_items) * self._num_epochs)
+        self._log_if_idle(len(self._source_items) * self._num_epochs)
 
     def _parse(self, checkpoint: Any) -> Tuple[Any, ...]:
         if checkpoint is None:
@@ -2400,7 +2403,7 @@ class WindowedIterator(_RunIterator[Tuple[T, ...]]):
     """
 
     _shown = ("width",)
-    _transient: Tuple[str, ...] = ("_items", "_ahead", "_size")
+    _transient: Tuple[str, ...] = ("_items", "_next", "_size")
 
     def __init__(self, source_iterator: CheckpointableIterator[T], width: int) -> None:
         self._read_from(source_iterator)
@@ -2577,7 +2580,6 @@ class ZipIterator(_Stage[Tuple[Any, ...]]):
     def __init__(self, *source_iterators: CheckpointableIterator[Any]) -> None:
         if not source_iterators:
             raise ValueError("source_iterators must be at least 1, got 0")
-        self._source_iterators = source_iterators
         self._inputs = tuple([_adopt(source, "source_iterators") for source in source_iterators])
         _number_keys(self._inputs)
         self._let_go()
@@ -2679,9 +2681,8 @@ class MultiplexIterator(_Stage[T]):
     def __init__(
         self, control_iterator: CheckpointableIterator[int], source_iterators: Sequence[CheckpointableIterator[T]]
     ) -> None:
-        self._control_iterator, self._control = control_iterator, _adopt(control_iterator, "control_iterator")
-        self._source_iterators = _source_list(source_iterators)
-        self._items_from = [_adopt(source, "source_iterators") for source in self._source_iterators]
+        self._control = _adopt(control_iterator, "control_iterator")
+        self._items_from = [_adopt(source, "source_iterators") for source in _source_list(source_iterators)]
         self._inputs = (self._control,) + tuple(self._items_from)
         _number_keys(self._inputs)
         self.setstate(None)
@@ -2761,7 +2762,7 @@ class MixIterator(_ReplayIterator[T]):
     """
 
     _shown = ("weights", "seed", "until")
-    _transient: Tuple[str, ...] = ("_random", "_turn", "_index", "_out", "_over", "_drawn_from", "_cumulated")
+    _transient: Tuple[str, ...] = ("_random", "_turn", "_index", "_dropped", "_ended", "_drawn_from", "_cumulated")
 
     def __init__(
         self,
@@ -2770,10 +2771,9 @@ class MixIterator(_ReplayIterator[T]):
         seed: Any = 0,
         until: str = "first",
     ) -> None:
-        self._source_iterators = _source_list(source_iterators)
-        if not self._source_iterators:
+        self._inputs = tuple([_adopt(source, "source_iterators") for source in _source_list(source_iterators)])
+        if not self._inputs:
             raise ValueError("source_iterators must be at least 1, got 0")
-        self._inputs = tuple([_adopt(source, "source_iterators") for source in self._source_iterators])
         _number_keys(self._inputs)
         self._weights = None if weights is None else _weights(weights, len(self._inputs))
         if until not in ("first", "drained", "all"):
@@ -2786,7 +2786,7 @@ class MixIterator(_ReplayIterator[T]):
     def _parse(self, checkpoint: Any) -> Tuple[Any, ...]:
         if checkpoint is None:
             return (None, 0, None, [], []) + (None,) * len(self._inputs)
-        state, turn, index, out, over, states = _keys(
+        state, turn, index, dropped, ended, states = _keys(
             self, checkpoint, "random_state", "turn", "index", "dropped", "ended", "source_states"
         )
         sources = range(len(self._inputs))
@@ -2794,19 +2794,21 @@ class MixIterator(_ReplayIterator[T]):
             raise _unfit(self, "turn", "the index of a source", turn)
         if index is not None and _count(self, "index", index) not in sources:
             raise _unfit(self, "index", "the index of a source, or None", index)
-        for key, indices in (("dropped", out), ("ended", over)):
+        for key, indices in (("dropped", dropped), ("ended", ended)):
             if not isinstance(indices, list) or not all(_count(self, key, i) in sources for i in indices):
                 raise _unfit(self, key, "a list of indices of sources", indices)
         state = _random_state(self, "random_state", state)
-        return (state, turn, index, out, over) + _parse_each(self, "source_states", states, self._inputs)
+        return (state, turn, index, dropped, ended) + _parse_each(self, "source_states", states, self._inputs)
 
-    def _move(self, state: Any, turn: int, index: Optional[int], out: List[int], over: List[int], *states: Any) -> None:
+    def _move(
+        self, state: Any, turn: int, index: Optional[int], dropped: List[int], ended: List[int], *states: Any
+    ) -> None:
         self._random = _generator(self._seed, state)
         self._turn = turn  # where to look for the next source, if they come in turn
         self._index = index  # the source that was drawn and has not given its item yet
-        self._over = set(over)  # the sources that have ended once …
-        self._out: Set[int] = set()  # … and those that are not drawn any more
-        self._drop(*out)
+        self._ended = set(ended)  # the sources that have ended once …
+        self._dropped: Set[int] = set()  # … and those that are not drawn any more
+        self._drop(*dropped)
         for source, source_state in zip(self._inputs, states):
             source.setstate(source_state)
 
@@ -2815,14 +2817,14 @@ class MixIterator(_ReplayIterator[T]):
             "random_state": None if self._weights is None else self._random.getstate(),
             "turn": self._turn,
             "index": self._index,
-            "dropped": sorted(self._out),
-            "ended": sorted(self._over),
+            "dropped": sorted(self._dropped),
+            "ended": sorted(self._ended),
             "source_states": [source.getstate() for source in self._inputs],
         }
 
     def _drop(self, *indices: int) -> None:
-        self._out.update(indices)
-        self._drawn_from = [i for i in self._drawable if i not in self._out]
+        self._dropped.update(indices)
+        self._drawn_from = [i for i in self._drawable if i not in self._dropped]
         self._cumulated = list(accumulate([self._weights[i] for i in self._drawn_from] if self._weights else []))
 
     def _draw(self) -> Optional[int]:
@@ -2836,7 +2838,7 @@ class MixIterator(_ReplayIterator[T]):
         for _ in self._inputs:
             index = self._turn
             self._turn = (index + 1) % len(self._inputs)
-            if index not in self._out:
+            if index not in self._dropped:
                 return index
         return None
 
@@ -2851,15 +2853,15 @@ class MixIterator(_ReplayIterator[T]):
             source = self._inputs[self._index]
             item: T = next(source, _END)
             if item is _END and self._until == "all":
-                self._over.add(self._index)
-                if not self._over.issuperset(self._drawable):
+                self._ended.add(self._index)
+                if not self._ended.issuperset(self._drawable):
                     source.setstate(None)
                     item = next(source, _END)
             if item is not _END:
                 self._index = None
                 self._left -= 1
                 return item
-            if self._until == "first" or self._over.issuperset(self._drawable):
+            if self._until == "first" or self._ended.issuperset(self._drawable):
                 raise StopIteration
             self._drop(self._index)
             self._index = None
@@ -3013,7 +3015,6 @@ class ChainIterator(_Stage[T]):
     def __init__(self, *source_iterators: CheckpointableIterator[T]) -> None:
         if not source_iterators:
             raise ValueError("source_iterators must be at least 1, got 0")
-        self._source_iterators = source_iterators
         self._inputs = tuple([_adopt(source, "source_iterators") for source in source_iterators])
         _number_keys(self._inputs)
         self.setstate(None)
@@ -3228,10 +3229,9 @@ class _AheadIterator(_RunIterator[T]):
         self._rewind(number)
         self._mark, self._moved, self._ended = None, False, False
 
-    def _parse(self, checkpoint: Any) -> Tuple[Any, int]:
+    def _check_open(self) -> None:
         if self._closed:
             raise RuntimeError("{} is closed".format(type(self).__name__))
-        return None, 0
 
     def _now(self) -> Any:
         return self._source.getstate()
@@ -3245,8 +3245,7 @@ class _AheadIterator(_RunIterator[T]):
         return _copied(self._start), self._end - left
 
     def _open(self) -> bool:
-        if self._closed:
-            raise RuntimeError("{} is closed".format(type(self).__name__))
+        self._check_open()
         me = os.getpid(), get_ident()
         if self._reader != me and self._reader[0] == me[0]:  # this thread's own is left from an interrupt
             raise RuntimeError("{} is being read: it serves one caller at a time".format(type(self).__name__))
@@ -3308,9 +3307,19 @@ class _AheadIterator(_RunIterator[T]):
         self._stop()
         if not self._closed:
             self._closed = True
-            self._start, self._end = self._position()
-            self._run, self._rest, self._mark = (), iter(()), None
+            if self._start is None:
+                self._start = self._now()
+            left = self._rest.__length_hint__()
+            self._end -= left
+            if left:
+                self._mark = None
+            self._run, self._rest = (), iter(())
         super().close()
+
+    def _back(self, n: int) -> None:
+        if not self._run:  # closed: the position is counted from the mark before the run
+            self._mark = None
+        super()._back(n)
 
     @property
     def waiting(self) -> Dict[str, float]:
@@ -3385,14 +3394,14 @@ def _run_ahead(source: _Stage[Any], start: Any, number: int, buffer_size: int, s
         if number:
             _pass_over(source, number)
         left = _interval(start, buffer_size) - number  # items to the next mark
+        mark: Optional[Checkpoint] = None
+        if left <= 0:
+            mark = source.getstate()
+            left = _interval(mark, buffer_size)
+            link.send(([], mark))
         credit = buffer_size + 1  # items that may be computed before the consumer asks for another one
         size, limit = 1, max(buffer_size // 2, 1)
         while True:
-            mark = None
-            if left <= 0:
-                mark = source.getstate()
-                left = _interval(mark, buffer_size)
-                link.send(([], mark))
             if credit < size:
                 credit += link.granted(block=credit == 0)
             items: List[Any] = []
@@ -3413,6 +3422,7 @@ def _run_ahead(source: _Stage[Any], start: Any, number: int, buffer_size: int, s
             seconds = perf_counter() - begin
             credit -= len(items)
             left -= len(items)
+            mark = None
             if left == 0:
                 mark = source.getstate()
                 left = _interval(mark, buffer_size)
@@ -3479,7 +3489,7 @@ class PrefetchIterator(_AheadIterator[T]):
         return number + 1, matters
 
     def _parse(self, checkpoint: Any) -> Tuple[Any, int]:
-        super()._parse(checkpoint)
+        self._check_open()
         return _source_and_count(self, checkpoint, "item_offset")
 
     def _save(self) -> Checkpoint:
@@ -3568,8 +3578,8 @@ class _SharedWorkIterator(_AheadIterator[T]):
         self._turn = (self._turn + 1) % self._num_processes
         return True
 
-    def _over(self) -> None:
-        """Be at the end of the data, or raise what stopped the reading instead."""
+    def _raise_pending(self) -> None:
+        """Raise what stopped the reading, unless that was the end of the data."""
         try:
             if self._error is not None:
                 raise self._error
@@ -3635,7 +3645,7 @@ class ParallelMapIterator(_SharedWorkIterator[T]):
         self.setstate(None)
 
     def _parse(self, checkpoint: Any) -> Tuple[Any, int]:
-        super()._parse(checkpoint)
+        self._check_open()
         if checkpoint is None:
             checkpoint = {"source_state": None, "flattened_items_yielded": 0}
         state, number = _keys(self, checkpoint, "source_state", "flattened_items_yielded")
@@ -3676,7 +3686,7 @@ class ParallelMapIterator(_SharedWorkIterator[T]):
         return partial(_map_blocks, self._transform)
 
     def _receive(self) -> Optional[Tuple[List[T], Any]]:
-        if self._left <= 0:
+        if self._left <= 0:  # restored far behind a mark
             self._left = self._block_size
             return [], self._source.getstate()
         on_their_way = sum(number for _, number, _ in self._sent)
@@ -3694,7 +3704,7 @@ class ParallelMapIterator(_SharedWorkIterator[T]):
                     if not self._give([item], 1, None):
                         break
         if not self._sent:
-            self._over()
+            self._raise_pending()
             return None
         (results, seconds), number, mark = self._take()
         if len(results) < number:  # an error comes behind them
@@ -3712,9 +3722,9 @@ def _read_chunks(collection_selector: Optional[Callable[[Any], Iterable[T]]], li
         item, number = link.receive()
         chunk = SelectManyIterator(NativeCheckpointableIterator([item]), collection_selector)
         chunk._rewind(number)
-        items: List[T] = [cast(T, item)]
-        while items:
-            items = []
+        done = False
+        while not done:
+            items: List[T] = []
             begin = perf_counter()
             try:
                 chunk._fill(items, size)
@@ -3722,17 +3732,13 @@ def _read_chunks(collection_selector: Optional[Callable[[Any], Iterable[T]]], li
                 if items:
                     _send(link, items, False)
                 raise
+            seconds = perf_counter() - begin
+            # The stage that reads in this process stands behind a list with its last item, behind a stream with the
+            # first item of the next one.
+            done = not items or len(chunk._run) > 0 and not chunk._rest.__length_hint__()
+            _send(link, items, done)
             if items:
-                seconds = perf_counter() - begin
-                # The stage that reads in this process stands behind a list with its last item, behind a stream with
-                # the first item of the next one.
-                done = len(chunk._run) > 0 and not chunk._rest.__length_hint__()
-                _send(link, items, done)
                 size = _adapted(size, 2000, len(items), seconds, link.num_bytes)
-                if done:
-                    break
-        else:
-            link.send(([], True))
 
 
 class ParallelSelectManyIterator(_SharedWorkIterator[T]):
@@ -3781,7 +3787,7 @@ class ParallelSelectManyIterator(_SharedWorkIterator[T]):
         self.setstate(None)
 
     def _parse(self, checkpoint: Any) -> Tuple[Any, int]:
-        super()._parse(checkpoint)
+        self._check_open()
         return _source_and_count(self, checkpoint, "flattened_items_yielded")
 
     def _save(self) -> Checkpoint:
@@ -3803,7 +3809,7 @@ class ParallelSelectManyIterator(_SharedWorkIterator[T]):
             self._give((item[0], self._skipped), 0, self._source.getstate())
             self._skipped = 0
         if not self._sent:
-            self._over()
+            self._raise_pending()
             return None
         (items, done), _, mark = self._take()
         if done:
@@ -3815,6 +3821,17 @@ class ParallelSelectManyIterator(_SharedWorkIterator[T]):
 # ---------------------------------------------------------------------------------------------------------------------
 # Any number of ranks
 # ---------------------------------------------------------------------------------------------------------------------
+
+
+def _shard_states(shards: Sequence[int], states: Checkpoint) -> Dict[int, Checkpoint]:
+    """Return what is known of each shard: as a checkpoint says, or as new."""
+    new = {"num_served": 0, "ended": False, "state": None}
+    return {shard: dict(states.get(str(shard), new)) for shard in shards}
+
+
+def _saved_shards(states: Dict[int, Checkpoint]) -> Checkpoint:
+    """Return what a checkpoint says of the shards."""
+    return {str(shard): dict(state, state=_copied(state["state"])) for shard, state in states.items()}
 
 
 class _Shards(_Stage[Tuple[int, Any, Any, bool]]):
@@ -3844,15 +3861,14 @@ class _Shards(_Stage[Tuple[int, Any, Any, bool]]):
         return (states,)
 
     def _restore(self, states: Checkpoint) -> None:
-        new = {"num_served": 0, "ended": False, "state": None}
-        self._states: Dict[int, Checkpoint] = {shard: dict(states.get(str(shard), new)) for shard in self._shards}
+        self._states = _shard_states(self._shards, states)
         # A heap of the shards that have not ended: number of items served, shard.
         self._queue = [(state["num_served"], shard) for shard, state in self._states.items() if not state["ended"]]
         heapify(self._queue)
         self._standing: Set[int] = set()  # the shards whose pipeline stands where it should
 
     def _save(self) -> Checkpoint:
-        return {str(shard): dict(state, state=_copied(state["state"])) for shard, state in self._states.items()}
+        return _saved_shards(self._states)
 
     def _pipeline(self, shard: int) -> _Stage[Any]:
         """Return the pipeline of a shard, built when it is first asked for."""
@@ -3982,7 +3998,7 @@ class ShardedIterator(_ReplayIterator[T]):
         self._num_shards = _integer("num_shards", num_shards)
         self._num_instances, self._instance_rank = _instance(num_instances, instance_rank)
         self._num_processes = _integer("num_processes", num_processes, 0)
-        self._start_method = _checked_start(start)
+        _checked_start(start)
         self._shards = list(range(self._instance_rank, self._num_shards, self._num_instances))
         if not self._shards:
             logger.warning("instance %d of %d serves none of %d shards", instance_rank, num_instances, num_shards)
@@ -4016,11 +4032,11 @@ class ShardedIterator(_ReplayIterator[T]):
         found = {}
         for shard in self._shards:
             served, ended, state = _keys(self, states[str(shard)], "num_served", "ended", "state")
+            served = _count(self, "num_served", served)
             if type(ended) is not bool:
                 raise _unfit(self, "ended", "true or false", ended)
-            if state is None and not ended and _count(self, "num_served", served) >= _Shards._EVERY:
+            if state is None and not ended and served >= _Shards._EVERY:
                 raise _unfit(self, "state", "that of a shard that has served {} items".format(served), state)
-            served = _count(self, "num_served", served)
             # Copied, since it is needed when the shard is asked, and the caller may have changed it by then.
             found[str(shard)] = {"num_served": served, "ended": ended, "state": _copied(state)}
         for group, own in zip(self._inputs, self._dealt(found)):
@@ -4038,8 +4054,7 @@ class ShardedIterator(_ReplayIterator[T]):
     def _move(self, states: Checkpoint) -> None:
         for group, own in zip(self._inputs, self._dealt(states)):
             group.setstate(own)
-        new = {"num_served": 0, "ended": False, "state": None}
-        self._states = {shard: dict(states.get(str(shard), new)) for shard in self._shards}
+        self._states = _shard_states(self._shards, states)
         # A heap of the shards that have not ended: number of items served, shard, index of its group.
         self._queue = [
             (self._states[shard]["num_served"], shard, i % len(self._inputs))
@@ -4049,8 +4064,7 @@ class ShardedIterator(_ReplayIterator[T]):
         heapify(self._queue)
 
     def _save(self) -> Checkpoint:
-        shards = {str(shard): dict(state, state=_copied(state["state"])) for shard, state in self._states.items()}
-        return {"num_shards": self._num_shards, "shards": shards}
+        return {"num_shards": self._num_shards, "shards": _saved_shards(self._states)}
 
     def _step(self) -> T:
         if not self._left:

@@ -1306,6 +1306,38 @@ class SurroundingsTest(StageCase):
                         self.assertEqual(list(copied), list(range(position, 30)))
                     self.assertRaisesRegex(RuntimeError, "closed", next, iterator)
 
+    def test_stages_above_a_closed_one_have_their_positions_also_after_an_error(self):
+        def fail_at_13(item):
+            if item == 13 and broken:
+                raise ValueError
+            return item
+
+        stages = {
+            "map": lambda source: its.MapIterator(source, fail_at_13),
+            "filter": lambda source: its.FilterIterator(source, lambda item: fail_at_13(item) % 3),
+            "draws": lambda source: its.SamplingRandomMapIterator(source, lambda rng, item: item + rng.random(), 1),
+            "sums": lambda source: its.RecurrentIterator(source, lambda state, item: (state + item,) * 2, 0),
+            "packs": lambda source: its.PackIterator(its.MapIterator(source, range), 7),
+            "batches": lambda source: its.FixedBatchIterator(source, 3),
+        }
+        broken = []
+        for kind, make in KINDS.items():
+            for name, stage in stages.items():
+                build = partial(self.build, lambda: stage(make(range(40), same, "thread")))  # noqa: B023
+                expected = list(build())
+                for position in (0, 1, 5, 11, 13):
+                    with self.subTest(source=kind, stage=name, position=position):
+                        broken.append(True)
+                        iterator, items = build(), []
+                        with contextlib.suppress(ValueError):
+                            items += (next(iterator) for _ in range(position))
+                            items.append(next(iterator))
+                        iterator.close()
+                        broken.clear()
+                        restored = build()
+                        restored.setstate(json.loads(json.dumps(iterator.getstate())))
+                        self.assertEqual(items + list(restored), expected)
+
     def test_many_processes_that_start_at_the_same_moment(self):
         def child(barrier, queue):
             for _ in range(5):
