@@ -262,10 +262,11 @@ class Keyed:
     the number of stages with a `Keyed` seed below the stage (in a tree, of all that come before it), and `scope` the
     list of `(num_instances, instance_rank)` of the sources below that deal out their items to more than one instance,
     and of `(num_shards, num_instances, instance_rank)` of a `ShardedIterator` below. In a shard it is
-    `[(num_shards, shard)]`, save that sources which deal out a permutation all draw the same one. So stages with one
-    seed do not repeat each other, nor do instances and shards; stages without randomness and processes change nothing;
-    and any position is reached without those before. Stages that draw for each item (`SamplingRandomMapIterator`,
-    `BufferedShuffleIterator`, `RandomIterator`, `MixIterator`) pay some microseconds an item for it.
+    `[(num_shards, shard)]`, save that sources which deal out a permutation all draw the same one; in the i-th further
+    `ShardedIterator` of a tree, `(i,)` stands behind it. So stages with one seed do not repeat each other, nor do
+    instances and shards; stages without randomness and processes change nothing; and any position is reached without
+    those before. Stages that draw for each item (`SamplingRandomMapIterator`, `BufferedShuffleIterator`,
+    `RandomIterator`, `MixIterator`) pay some microseconds an item for it.
 
     A checkpoint holds k and a checksum of the rest: other than with the generator of a plain seed, the pipeline that it
     is restored into needs the same seed, and refuses it otherwise.
@@ -371,16 +372,26 @@ def _units(generator: Any, n: int) -> Iterator[random.Random]:
     return (generator.next() for _ in range(n)) if type(generator) is _Generators else repeat(generator, n)
 
 
-def _all_stages(stages: Sequence[Any]) -> Iterator[Any]:
-    """Yield the stages of several trees, sources first."""
+def _all_stages(stages: Iterable[Any], seen: Optional[Set[int]] = None) -> Iterator[Any]:
+    """Yield the stages of several trees, sources first; those of a user's own class are what its attributes hold."""
+    seen = set() if seen is None else seen
     for stage in stages:
-        yield from _all_stages(stage._sources())
-        yield stage
+        if isinstance(stage, CheckpointableIterator) and id(stage) not in seen:
+            seen.add(id(stage))
+            if isinstance(stage, _Stage):
+                yield from _all_stages(stage._sources(), seen)
+            else:
+                for value in list(getattr(stage, "__dict__", {}).values()):
+                    yield from _all_stages(value if isinstance(value, (list, tuple)) else [value], seen)
+            yield stage
 
 
-def _keys_of(stages: Sequence[Any]) -> List[_StageKey]:
-    keys = [stage.__dict__.get("_seed") for stage in _all_stages(stages)]
-    return [key for key in keys if isinstance(key, _StageKey)]
+def _seed_of(stage: Any) -> Any:
+    return stage.__dict__.get("_seed") if isinstance(stage, _Stage) else None
+
+
+def _keys_of(stages: Iterable[Any]) -> List[_StageKey]:
+    return [key for key in map(_seed_of, _all_stages(stages)) if isinstance(key, _StageKey)]
 
 
 def _number_keys(inputs: Sequence["_Stage[Any]"]) -> None:
@@ -389,6 +400,12 @@ def _number_keys(inputs: Sequence["_Stage[Any]"]) -> None:
         if key.used and key.number != number:
             raise ValueError("sources with Keyed seeds must be fresh when they come together, one has been read")
         key.number = number
+    for number, stage in enumerate(stage for stage in _all_stages(inputs) if isinstance(stage, ShardedIterator)):
+        stage._set_place(number)
+
+
+class _Drawn(int):
+    """A seed that was drawn, since None was given."""
 
 
 def _seed(value: Any, inputs: Sequence["_Stage[Any]"] = (), needed_by: Optional[str] = None) -> Any:
@@ -400,7 +417,7 @@ def _seed(value: Any, inputs: Sequence["_Stage[Any]"] = (), needed_by: Optional[
                     needed_by
                 )
             )
-        return random.SystemRandom().getrandbits(64)
+        return _Drawn(random.SystemRandom().getrandbits(64))
     if isinstance(value, Keyed):
         return _StageKey(value.seed, inputs)
     if isinstance(value, (int, float, str, bytes)):
@@ -657,10 +674,6 @@ class CheckpointableIterator(Iterator[T]):
         """Raise what `setstate` would raise for this checkpoint, and stay."""
         self._parse(checkpoint)
 
-    def _sources(self) -> Sequence["CheckpointableIterator[Any]"]:
-        source = self.__dict__.get("_source_iterator")
-        return [source] if isinstance(source, CheckpointableIterator) else []
-
     _shown: Tuple[str, ...] = ()  # the parameters in repr()
 
     _own_state = True  # whether a class outside this module defines what the state means …
@@ -711,7 +724,7 @@ class CheckpointableIterator(Iterator[T]):
 
     def close(self) -> None:
         """End the processes and threads of the whole pipeline; more than once does no harm."""
-        for source in self._sources():
+        for source in _named_sources(self):
             source.close()
 
     def state_dict(self) -> Checkpoint:
@@ -736,9 +749,17 @@ class CheckpointableIterator(Iterator[T]):
         short.maxother = short.maxstring = 60
         parameters = ["{}={}".format(name, short.repr(getattr(self, "_" + name))) for name in self._shown]
         lines = ["{}({})".format(type(self).__name__, ", ".join(parameters))]
-        for source in self._sources():
+        for source in _named_sources(self):
             lines += ["  " + line for line in repr(source).split("\n")]
         return "\n".join(lines)
+
+
+def _named_sources(iterator: CheckpointableIterator[Any]) -> Sequence[CheckpointableIterator[Any]]:
+    """Return the sources of an iterator; of a class of the user's own, the one that is named as here."""
+    if isinstance(iterator, _Stage):
+        return iterator._sources()
+    source = getattr(iterator, "_source_iterator", None)
+    return [source] if isinstance(source, CheckpointableIterator) else []
 
 
 class _Stage(CheckpointableIterator[T]):
@@ -1759,8 +1780,8 @@ class FilterIterator(_Stage[T]):
             self._fill(out, 1)
             return out[0] if out else next(self)
         predicate = self._predicate
-        item: T
-        for item in self._source:
+        while True:
+            item: T = next(self._source)
             try:
                 if predicate(item):
                     self._items, self._tried, self._passed = [item], 1, [0]
@@ -1768,7 +1789,6 @@ class FilterIterator(_Stage[T]):
             except BaseException as error:
                 self._items, self._tried, self._passed = [item], 0, []
                 _reraise(error, "predicate")
-        raise StopIteration
 
     def _fill(self, out: List[T], n: int) -> None:
         self._passed = []
@@ -3844,6 +3864,7 @@ class _Shards(_Stage[Tuple[int, Any, Any, bool]]):
     """
 
     _EVERY = 16
+    _place: List[Tuple[int, ...]] = []  # among the sharded iterators of a tree, [] for the first and [(i,)] for others
     _closed = False
     _pipelines: Dict[int, _Stage[Any]]
     _positioned = False
@@ -3866,6 +3887,12 @@ class _Shards(_Stage[Tuple[int, Any, Any, bool]]):
         self._queue = [(state["num_served"], shard) for shard, state in self._states.items() if not state["ended"]]
         heapify(self._queue)
         self._standing: Set[int] = set()  # the shards whose pipeline stands where it should
+        for shard, pipeline in self.__dict__.get("_pipelines", {}).items():
+            if self._states[shard]["state"] is not None and pipeline._holds_foreign():
+                pipeline.setstate(self._states[shard]["state"])  # for the user's own class may refuse it
+
+    def _holds_foreign(self) -> bool:
+        return any(pipeline._holds_foreign() for pipeline in self.__dict__.get("_pipelines", {}).values())
 
     def _save(self) -> Checkpoint:
         return _saved_shards(self._states)
@@ -3877,9 +3904,15 @@ class _Shards(_Stage[Tuple[int, Any, Any, bool]]):
             pipeline = _adopt(self._make_shard(self._num_shards, shard), "what make_shard returns")
             stages = list(_all_stages([pipeline]))
             for stage in stages:
-                key = stage.__dict__.get("_seed")
-                if isinstance(key, _StageKey) and not (isinstance(stage, _ListSource) and stage._num_instances > 1):
-                    key.scope = [(self._num_shards, shard)]
+                key = _seed_of(stage)
+                if isinstance(key, _Drawn):  # a shard is built again on another rank, and after its end
+                    raise ValueError(
+                        "seed of {} must be given in a shard, got None: it would be another one each time that the "
+                        "shard is built".format(type(stage).__name__)
+                    )
+                if isinstance(key, _StageKey):
+                    dealt_out = isinstance(stage, _ListSource) and stage._num_instances > 1
+                    key.scope = ([] if dealt_out else [(self._num_shards, shard)]) + self._place
             for first in list(pipelines.values())[:1]:
                 for stage, other in zip(stages, _all_stages([first])):
                     if isinstance(stage, _ListSource) and isinstance(other, _ListSource):
@@ -3964,7 +3997,7 @@ class ShardedIterator(_ReplayIterator[T]):
     Raises:
         ValueError: a number is out of range; from `setstate()`, the checkpoint has another number of shards, lacks
             some that this rank serves, or has the state of one that does not fit; from `next()`, `make_shard` returned
-            no `CheckpointableIterator`.
+            no `CheckpointableIterator`, or a pipeline with a `seed` of None.
         TypeError: `make_shard` is not callable.
 
     >>> def make_shard(num_shards, shard):
@@ -4004,6 +4037,7 @@ class ShardedIterator(_ReplayIterator[T]):
             logger.warning("instance %d of %d serves none of %d shards", instance_rank, num_instances, num_shards)
         number = max(min(self._num_processes, len(self._shards)), 1)
         groups = [_Shards(make_shard, self._num_shards, self._shards[i::number]) for i in range(number)]
+        self._groups = groups
         self._inputs = tuple(groups)
         if self._num_processes:
             self._inputs = tuple([PrefetchIterator(group, 4 * len(group._shards) + 4, start=start) for group in groups])
@@ -4042,6 +4076,15 @@ class ShardedIterator(_ReplayIterator[T]):
         for group, own in zip(self._inputs, self._dealt(found)):
             group._parse(own)
         return (found,)
+
+    def _set_place(self, place: int) -> None:
+        """Let the shards draw other numbers than those of the sharded iterators before this one in a tree."""
+        for group in self._groups:
+            if group._place != ([(place,)] if place else []):
+                if any(state["num_served"] for state in self._states.values()):
+                    raise ValueError("a ShardedIterator must be fresh when it comes together with others, one was read")
+                group._place = [(place,)]
+                group.__dict__.pop("_pipelines", None)  # built to check a state
 
     def _dealt(self, states: Checkpoint) -> List[Checkpoint]:
         """Return for each group its shards' part of the states."""

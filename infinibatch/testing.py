@@ -126,11 +126,8 @@ def check_iterator(
 
 
 def _bulk(iterator: "CheckpointableIterator[Any]", name: str) -> Any:
-    """Return a bulk operation as a stage above finds it: none of a library class whose `__next__` is overridden."""
-    method = getattr(type(iterator), name)
-    if iterator._foreign and method.__module__ == CheckpointableIterator.__module__:
-        method = getattr(CheckpointableIterator, name)
-    return partial(method, iterator)
+    """Return a bulk operation as a stage above finds it: a class outside the library is asked item by item."""
+    return partial(getattr(CheckpointableIterator if iterator._foreign else type(iterator), name), iterator)
 
 
 class _Failed(AssertionError):

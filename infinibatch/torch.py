@@ -23,7 +23,19 @@ import torch.distributed as dist  # type: ignore[import-not-found, unused-ignore
 from torch.utils.data import get_worker_info  # type: ignore[import-not-found, unused-ignore]
 
 from .checkpoint import merge
-from .iterators import CheckpointableIterator, Keyed, _adopt, _copied, _function, _integer, _keys, _Shards, _Stage
+from .iterators import (
+    CheckpointableIterator,
+    Keyed,
+    _adopt,
+    _all_stages,
+    _copied,
+    _function,
+    _integer,
+    _keys,
+    _seed_of,
+    _Shards,
+    _Stage,
+)
 
 __all__ = ["IterableDataset", "gather", "in_step", "instance"]
 
@@ -398,10 +410,8 @@ def _other_instance(there: Tuple[Any, ...], here: Tuple[int, int]) -> ValueError
 
 def _reseed(pipeline: CheckpointableIterator[Any], number: int) -> None:
     """Give each random stage of a pipeline that was just built the seed of another pass, and rewind it."""
-    stages: Dict[int, Any] = {}
-    _find_stages(pipeline, stages)
-    for stage in stages.values():
-        seed = stage.__dict__.get("_seed") if isinstance(stage, _Stage) else None
+    for stage in list(_all_stages([pipeline])):
+        seed = _seed_of(stage)
         if isinstance(stage, _Shards):
             stage._make_shard = partial(_make_reseeded, stage._make_shard, number)
         elif isinstance(seed, Keyed):
@@ -409,15 +419,6 @@ def _reseed(pipeline: CheckpointableIterator[Any], number: int) -> None:
         elif seed is not None:
             stage.__dict__["_seed"] = "{!r}, pass {}".format(seed, number)
     pipeline.setstate(None)
-
-
-def _find_stages(iterator: Any, found: Dict[int, Any]) -> None:
-    # Through the attributes, since a class of the user's own need not name its sources.
-    if isinstance(iterator, CheckpointableIterator) and id(iterator) not in found:
-        found[id(iterator)] = iterator
-        for value in list(iterator.__dict__.values()):
-            for source in value if isinstance(value, (list, tuple)) else (value,):
-                _find_stages(source, found)
 
 
 def _make_reseeded(make_shard: Callable[[int, int], Any], number: int, num_shards: int, shard: int) -> Any:

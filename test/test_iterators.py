@@ -2213,6 +2213,27 @@ class TestUsersOwnClasses(unittest.TestCase):
             [["a!!", "b!!"], ["c!!"]],
         )
 
+    def test_another_iterator_from_iter_is_never_asked_for(self):
+        class Loud(its.NativeCheckpointableIterator):
+            def __iter__(self):
+                return iter(["wrong"] * 9)
+
+        self.check_over(lambda: Loud(["a", "bb", "c"]), ["a", "bb", "c"])
+        for name, make in {
+            "filter": lambda source: its.FilterIterator(source, str.islower),
+            "draws": lambda source: its.SamplingRandomMapIterator(source, lambda rng, item: item + str(rng.random())),
+            "packs": lambda source: its.PackIterator(source, 3),
+            "mix": lambda source: its.MixIterator([source]),
+            "chain": its.ChainIterator,
+            "multiplex": lambda source: its.MultiplexIterator(Native([0, 0]), [source]),
+            "take": lambda source: its.TakeIterator(source, 3),
+            "numbers": its.EnumerateIterator,
+            "ahead": lambda source: its.PrefetchIterator(source, 2, start="thread"),
+            "shards": lambda source: its.ShardedIterator(lambda number, shard: source, 1),
+        }.items():
+            with self.subTest(name):
+                self.assertEqual(take(make(Loud(["a", "bb", "c"])), 9), take(make(Native(["a", "bb", "c"])), 9))
+
     def test_permutations_without_the_constructor(self):
         expected = take(permutations("abcd", 5), 10)
         check_iterator(lambda: Repeating(list("abcd")), expected, take=10, pickles=True)

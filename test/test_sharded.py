@@ -614,6 +614,15 @@ class TestShardedIterator(unittest.TestCase):
 SHARD = Shard("items", None)
 
 
+class TestShardsWithoutASeed(unittest.TestCase):
+    def test_are_refused(self):
+        # Each time that a shard is built, it would draw another order.
+        for options in ({}, {"num_processes": 1, "start": "thread"}):
+            shards = its.ShardedIterator(lambda *_: its.BufferedShuffleIterator(Native("ab"), 2, None), 2, **options)
+            with shards, self.assertRaisesRegex(ValueError, "seed of BufferedShuffleIterator must be given in a shard"):
+                next(shards)
+
+
 class TestStatesThatDoNotFit(unittest.TestCase):
     def refused(self, pattern, state, make_shard=SHARD, num_shards=4, number=1, rank=0, **options):
         iterator = skip(its.ShardedIterator(make_shard, num_shards, number, rank, **options), 5)
@@ -676,6 +685,21 @@ class TestStatesThatDoNotFit(unittest.TestCase):
             iterator = its.ShardedIterator(SHARD, 1)
             iterator.setstate(state)
             self.assertEqual(take(iterator, 40), take(skip(its.ShardedIterator(SHARD, 1), steps), 40))
+
+    def test_state_that_a_users_own_stage_refuses(self):
+        class Bounded(Own):
+            def setstate(self, checkpoint):
+                if checkpoint is not None and checkpoint["own"][0] > 100:
+                    raise ValueError("the user's own class knows of no such position")
+                super().setstate(checkpoint)
+
+        def make_shard(num_shards, shard):
+            return its.FixedBatchIterator(Bounded(range(100)), 2)
+
+        for options in ({}, {"num_processes": 2, "start": "thread"}):
+            state = self.state(make_shard, steps=20)
+            state["shards"]["2"]["state"]["source_state"]["own"] = [101]
+            self.refused("knows of no such position", state, make_shard, **options)
 
     def test_state_of_another_keyed_seed(self):
         self.refused("'random_state' must be of the same Keyed seed", self.state(), Shard("items", None, Keyed(2)))
@@ -937,6 +961,61 @@ class TestKeyed(unittest.TestCase):
             source = its.InfinitePermutationSourceIterator(range(9), Keyed(1), True, 4, rank)
             self.assertEqual(take(source, 9), whole[rank::4])
         self.assertEqual(list(its.PermutationSourceIterator(range(9), 4, Keyed(1))), whole)
+
+    def test_stages_below_a_users_own_one_have_keys_of_their_own(self):
+        class Hiding(its.CheckpointableIterator):
+            """Names its sources in a way of its own, and another thing as the library names sources."""
+
+            _sources = _inputs = 5
+
+            def __init__(self, source, among_others):
+                self.mine = ["x", source] if among_others else source
+
+            def inner(self):
+                return self.mine[1] if isinstance(self.mine, list) else self.mine
+
+            def getstate(self):
+                return self.inner().getstate()
+
+            def setstate(self, checkpoint):
+                self.inner().setstate(checkpoint)
+
+            def __next__(self):
+                return next(self.inner())
+
+        def shuffled_twice(items, hide):
+            inner = its.BlockwiseShuffleIterator(Native(items), 10, Keyed(1))
+            return its.BlockwiseShuffleIterator(hide(inner), 10, Keyed(1))
+
+        def make_shard(hide, num_shards, shard):
+            return hide(its.BlockwiseShuffleIterator(Native(range(10)), 10, Keyed(1)))
+
+        plain = list(shuffled_twice(range(10), lambda source: source))
+        shards = list(its.ShardedIterator(partial(make_shard, lambda source: source), 2))
+        self.assertNotEqual(shards[::2], shards[1::2])
+        for among_others in (False, True):
+            hide = partial(Hiding, among_others=among_others)
+            self.assertEqual(list(shuffled_twice(range(10), hide)), plain)
+            self.assertEqual(list(its.ShardedIterator(partial(make_shard, hide), 2)), shards)
+            combined = its.ZipIterator(hide(Native("ab")), its.ChainIterator(hide(Native("cd"))))
+            self.assertEqual(repr(combined).count("Hiding()"), 2)
+            self.assertEqual(list(combined), [("a", "c"), ("b", "d")])
+
+    def test_sharded_iterators_that_come_together_draw_other_numbers(self):
+        def corpus():
+            return datasets.sharded_dataset_iterator(range(8), lambda chunk: [chunk] * 3, 8, num_shards=2, num_epochs=1)
+
+        triples = [(a, b, c) for a, (b, c) in its.ZipIterator(corpus(), its.ZipIterator(corpus(), corpus()))]
+        first, second, third = zip(*triples)
+        self.assertEqual(list(first), list(corpus()))
+        for items in (first, second, third):
+            self.assertEqual(sorted(items), sorted(list(range(8)) * 3))
+        self.assertEqual(len({first, second, third}), 3)
+        check_iterator(lambda: its.ZipIterator(corpus(), corpus()), list(zip(first, second)), positions=5)
+        read = corpus()
+        next(read)
+        with self.assertRaisesRegex(ValueError, "a ShardedIterator must be fresh when it comes together with others"):
+            its.ZipIterator(corpus(), read)
 
     def test_rule_by_hand_for_blocks(self):
         for number in (1, 3):

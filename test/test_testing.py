@@ -55,6 +55,15 @@ class RestoresOneTooFar(Sums):
         self.index += checkpoint is not None
 
 
+class HasNamesOfTheLibraryForOtherThings(Sums):
+    _sources = _shown = _inputs = ()
+
+    def _fill(self):
+        raise AssertionError("this is not what you think")
+
+    _skip = _back = _parse = _check = _save = _restore = _state = _read = _own = _step = _fill
+
+
 class IgnoresSetstate(Sums):
     def setstate(self, checkpoint):
         super().setstate(None)
@@ -468,14 +477,22 @@ class FailsWhenAnErrorMeetsARestore(Sums):
         return super().__next__()
 
 
-class DropsAnItemInRuns(Sums):
+class InRuns(Sums):
+    """Those below are asked for runs of items, as the library's own stages are."""
+
+    def __init_subclass__(cls):
+        super().__init_subclass__()
+        cls._foreign = False
+
+
+class DropsAnItemInRuns(InRuns):
     def _fill(self, out, n):
         super()._fill(out, n)
         if n == 3:
             next(self, None)
 
 
-class ForgetsARunWhereAnErrorComes(Sums):
+class ForgetsARunWhereAnErrorComes(InRuns):
     def _fill(self, out, n):
         run = []
         while len(run) < n:
@@ -486,25 +503,25 @@ class ForgetsARunWhereAnErrorComes(Sums):
         out.extend(run)
 
 
-class GivesTooManyInARun(Sums):
+class GivesTooManyInARun(InRuns):
     def _fill(self, out, n):
         super()._fill(out, n + 1)
 
 
-class GivesAnEmptyRun(Sums):
+class GivesAnEmptyRun(InRuns):
     def _fill(self, out, n):
         if self.index != 5:
             super()._fill(out, n)
 
 
-class GivesARunAfterItsEnd(Sums):
+class GivesARunAfterItsEnd(InRuns):
     def _fill(self, out, n):
         if self.index == len(self.numbers):
             out.append(44)
         super()._fill(out, n)
 
 
-class LosesAnItemInARunAfterASkip(Sums):
+class LosesAnItemInARunAfterASkip(InRuns):
     skipped = False
 
     def _skip(self, n):
@@ -522,7 +539,7 @@ class LosesAnItemInARunAfterASkip(Sums):
         return super().__next__()
 
 
-class ChangesItsPositionAtItsEndInARun(Sums):
+class ChangesItsPositionAtItsEndInARun(InRuns):
     def _fill(self, out, n):
         length = len(out)
         super()._fill(out, n)
@@ -530,24 +547,24 @@ class ChangesItsPositionAtItsEndInARun(Sums):
             self.index -= 1
 
 
-class SkipsOneTooFew(Sums):
+class SkipsOneTooFew(InRuns):
     def _skip(self, n):
         return super()._skip(n - 1) + 1 if n > 1 else super()._skip(n)
 
 
-class MiscountsWhatItSkipped(Sums):
+class MiscountsWhatItSkipped(InRuns):
     def _skip(self, n):
         super()._skip(n)
         return n
 
 
-class SkipsWithoutTheState(Sums):
+class SkipsWithoutTheState(InRuns):
     def _skip(self, n):
         before, self.index = self.index, min(self.index + n, len(self.numbers))
         return self.index - before
 
 
-class TakesBackOneTooFew(Sums):
+class TakesBackOneTooFew(InRuns):
     def _back(self, n):
         index = self.index - n + (n > 1)
         super().setstate(None)
@@ -722,7 +739,7 @@ class TestCheckIterator(unittest.TestCase):
     def test_correct_iterator_passes(self):
         check_iterator(Sums)
         check_iterator(Sums, SUMS)
-        for iterator_class in (Sums, CallsBackInSetstate):
+        for iterator_class in (Sums, CallsBackInSetstate, HasNamesOfTheLibraryForOtherThings):
             check_iterator(iterator_class, SUMS, pickles=True, errors=(ValueError, StopIteration, KeyboardInterrupt))
 
     def test_correct_iterator_passes_for_any_part(self):
