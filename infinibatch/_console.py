@@ -5,7 +5,7 @@ import contextlib
 import signal
 import sys
 import time
-from typing import Any, Callable, Iterator, Optional
+from typing import Any, Callable, Dict, Iterator, List, Optional, Tuple
 
 
 def at_least(minimum: int) -> Callable[[str], int]:
@@ -64,6 +64,24 @@ def interrupt_on_signals() -> None:
 
 def _interrupt(signum: int, frame: Any) -> None:
     raise KeyboardInterrupt(signum)
+
+
+@contextlib.contextmanager
+def signals_put_off() -> Iterator[None]:
+    """Let no signal of those that end a command come before the end of the block."""
+    came: List[Tuple[int, Any]] = []
+    handlers: Dict[int, Any] = {}
+    for name in ("SIGINT", "SIGTERM", "SIGHUP"):
+        number = getattr(signal, name, None)
+        if number is not None and callable(signal.getsignal(number)):
+            handlers[number] = signal.signal(number, lambda *signaled: came.append(signaled))
+    try:
+        yield
+    finally:
+        for number, handler in handlers.items():
+            signal.signal(number, handler)
+        if came:
+            handlers[came[0][0]](*came[0])
 
 
 @contextlib.contextmanager

@@ -10,7 +10,7 @@ from itertools import chain, islice
 from typing import Any, Callable, Iterator, List, Optional, Tuple
 
 from infinibatch import checkpoint
-from infinibatch._console import at_least, interrupt_on_signals, note, progress, seconds
+from infinibatch._console import at_least, interrupt_on_signals, note, progress, seconds, signals_put_off
 from infinibatch.datasets import bump_seed, chunked_dataset_iterator
 from infinibatch.iterators import (
     BucketedReadaheadBatchIterator,
@@ -181,7 +181,7 @@ def _stream(options: argparse.Namespace) -> int:
             checkpoint.load(writer, options.checkpoint)
         if options.checkpoint is not None:
             checkpoint.save(writer, options.checkpoint)  # before any output: a name that cannot be written shows now
-            stack.callback(checkpoint.save, writer, options.checkpoint)
+            stack.callback(_save_undisturbed, writer, options.checkpoint)
         advance = stack.enter_context(progress(writer.unit, options.limit))
         last_saved = time.monotonic()
         num_written = 0
@@ -199,6 +199,11 @@ def _stream(options: argparse.Namespace) -> int:
         if resumed and num_written == 0 and options.limit != 0:
             note("{} stands at the end: nothing is left".format(options.checkpoint))
     return 0
+
+
+def _save_undisturbed(writer: "_Writer", path: str) -> None:
+    with signals_put_off():  # an interrupt here would leave a position that lies before what is written
+        checkpoint.save(writer, path)
 
 
 # What has to be the same in a run that goes on from another one's position.

@@ -250,6 +250,37 @@ class TestStreamCheckpoint(CommandTestCase):
         return process.returncode, out, err.decode("utf-8")
 
     @unittest.skipUnless(POSIX, "needs signals")
+    def test_signals_while_the_last_position_is_saved_come_after_that(self):
+        code = """if True:
+            import os, signal, sys
+            from infinibatch import checkpoint, __main__
+            saves = []
+
+            def save(iterator, path, save=checkpoint.save, fsync=os.fsync):
+                def signaled(descriptor):
+                    if len(saves) > 1:
+                        os.kill(os.getpid(), int(sys.argv.pop()))
+                        os.kill(os.getpid(), signal.SIGTERM)
+                    fsync(descriptor)
+                    os.fsync = fsync
+                saves.append(path)
+                os.fsync = signaled
+                save(iterator, path)
+
+            checkpoint.save = save
+            sys.exit(__main__.main(sys.argv[1:-1]))
+        """
+        whole = self.stream()
+        for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+            with self.subTest(signal=number), contextlib.suppress(FileNotFoundError):
+                args = ["stream", "chunk-*.gz", "--buffer-size", 50, "--checkpoint", self.checkpoint]
+                process = self.start(*args, int(number), code=code)
+                out, err = process.communicate()
+                self.assertEqual((process.returncode, out, err), (128 + number, whole, b""))
+                self.assertEqual(self.num_written(), len(self.corpus))
+                os.remove(self.checkpoint)
+
+    @unittest.skipUnless(POSIX, "needs signals")
     def test_interrupted_runs_are_one_run(self):
         rng = random.Random(5)
         for number, status, runs in [(signal.SIGINT, 130, 5), (signal.SIGTERM, 143, 2), (signal.SIGHUP, 129, 2)]:
@@ -856,7 +887,7 @@ class TestShow(CommandTestCase):
         lines = out.decode("utf-8").split("\n")
         pattern = "^the command stream: settings {format 'lines', buffer_size 50, .*}, files .*, num_written 20"
         self.assertRegex(lines[0], pattern)
-        for depth, name in enumerate(["BucketedReadahead", "BlockwiseShuffle", "SelectMany", "InfinitePermutation"], 1):
+        for depth, name in enumerate(["BucketedReadahead", "BlockwiseShuffle", "SelectMany", "PermutationSource"], 1):
             self.assertTrue(lines[depth].startswith("  " * depth + name), lines)
 
     def test_missing_or_bad_file_is_a_plain_error(self):
