@@ -1,7 +1,7 @@
 """
 Random pipelines: seeded compositions of all iterators, saved anywhere, continued anywhere.
 
-INFINIBATCH_TEST_PIPELINES sets their number (150), INFINIBATCH_TEST_SEED the first seed (0). A failure names its seed.
+INFINIBATCH_TEST_PIPELINES sets their number (60), INFINIBATCH_TEST_SEED the first seed (0). A failure names its seed.
 """
 import contextlib
 import copy
@@ -17,7 +17,7 @@ from itertools import islice
 
 from infinibatch import iterators as its
 
-NUM_PIPELINES = int(os.environ.get("INFINIBATCH_TEST_PIPELINES", "150"))
+NUM_PIPELINES = int(os.environ.get("INFINIBATCH_TEST_PIPELINES", "60"))
 FIRST_SEED = int(os.environ.get("INFINIBATCH_TEST_SEED", "0"))
 MAX_ITEMS = 60
 UNTIL = ["first", "drained", "all"]

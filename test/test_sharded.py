@@ -1,7 +1,7 @@
 """
 Any number of ranks and processes: `ShardedIterator`, `Keyed` seeds, merged checkpoints and finite permutations.
 
-INFINIBATCH_TEST_ELASTIC sets the number of random runs that change their number of ranks (60), INFINIBATCH_TEST_SEED
+INFINIBATCH_TEST_ELASTIC sets the number of random runs that change their number of ranks (30), INFINIBATCH_TEST_SEED
 the first seed (0). A failure names its seed.
 """
 
@@ -29,7 +29,7 @@ from infinibatch import iterators as its
 from infinibatch.checkpoint import load, merge, save
 from infinibatch.testing import check_iterator
 
-NUM_RUNS = int(os.environ.get("INFINIBATCH_TEST_ELASTIC", "60"))
+NUM_RUNS = int(os.environ.get("INFINIBATCH_TEST_ELASTIC", "30"))
 FIRST_SEED = int(os.environ.get("INFINIBATCH_TEST_SEED", "0"))
 RANKS = [1, 2, 3, 4, 6, 8, 12]
 ROOT = os.path.dirname(os.path.dirname(os.path.abspath(its.__file__)))

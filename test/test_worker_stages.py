@@ -1275,6 +1275,9 @@ class SurroundingsTest(StageCase):
 
         self.interrupted, before = 0, sys.gettrace()
         self.addCleanup(sys.settrace, before)
+        gc.collect()  # the workers of other tests must not be finalized under the trace
+        gc.disable()
+        self.addCleanup(gc.enable)
         while self.interrupted < 200:
             self.interrupted += 1
             iterator = build.make(range(12), same)
