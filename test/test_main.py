@@ -1,7 +1,7 @@
 """
 The command line, run as users run it: processes, pipes, signals.
 
-INFINIBATCH_TEST_COMMANDS sets the number of random commands (100).
+INFINIBATCH_TEST_COMMANDS sets the number of random commands (60).
 """
 
 import collections
@@ -30,7 +30,7 @@ from infinibatch.readers import read_lines
 
 ROOT = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
 POSIX = os.name == "posix"
-NUM_COMMANDS = int(os.environ.get("INFINIBATCH_TEST_COMMANDS", "100"))
+NUM_COMMANDS = int(os.environ.get("INFINIBATCH_TEST_COMMANDS", "60"))
 
 # Progress is tqdm's where that is installed; this is how the command runs where it is not.
 WITHOUT_TQDM = "import sys; sys.modules['tqdm'] = None; from infinibatch.__main__ import main; sys.exit(main())"

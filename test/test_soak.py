@@ -1,7 +1,7 @@
 """
 A training job that is killed at random moments, again and again, and must write the same bytes as one that is not.
 
-INFINIBATCH_TEST_SOAK sets for how many seconds (8), INFINIBATCH_TEST_SEED the moments (0: others each time; a failure
+INFINIBATCH_TEST_SOAK sets for how many seconds (5), INFINIBATCH_TEST_SEED the moments (0: others each time; a failure
 names them).
 """
 
@@ -18,7 +18,7 @@ import unittest
 from test_workers import take_signals
 
 ROOT = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
-SECONDS = float(os.environ.get("INFINIBATCH_TEST_SOAK", "8"))
+SECONDS = float(os.environ.get("INFINIBATCH_TEST_SOAK", "5"))
 SEED = int(os.environ.get("INFINIBATCH_TEST_SEED", "0")) or int(time.time())
 NUM_BATCHES = 600
 
