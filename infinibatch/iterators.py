@@ -4079,11 +4079,12 @@ class ShardedIterator(_ReplayIterator[T]):
 
     def _set_place(self, place: int) -> None:
         """Let the shards draw other numbers than those of the sharded iterators before this one in a tree."""
+        scope: List[Tuple[int, ...]] = [(place,)] if place else []
         for group in self._groups:
-            if group._place != ([(place,)] if place else []):
+            if group._place != scope:
                 if any(state["num_served"] for state in self._states.values()):
                     raise ValueError("a ShardedIterator must be fresh when it comes together with others, one was read")
-                group._place = [(place,)]
+                group._place = scope
                 group.__dict__.pop("_pipelines", None)  # built to check a state
 
     def _dealt(self, states: Checkpoint) -> List[Checkpoint]:

@@ -99,7 +99,7 @@ class Recorded(collections.abc.Sequence):
 
     def __init__(self, items):
         self.items, self.read = items, []
-        self._runs = self._lines = None  # names that mean nothing to the library
+        self._runs = self._lines = "mine"  # names that mean nothing to the library
 
     def __len__(self):
         return len(self.items)
@@ -1697,11 +1697,11 @@ class TestWindowedIterator(Contract, unittest.TestCase):
             iterator.setstate(state)
             self.assertEqual(list(iterator), windows(range(8), 3)[1:])
 
-    def test_a_copy_holds_no_items(self):
-        iterator = its.WindowedIterator(its.InfinitePermutationSourceIterator(range(9)), 3)
+    def test_a_copy_holds_no_state_that_it_does_not_need(self):
+        iterator = its.WindowedIterator(its.RandomIterator(), 3)
         size = len(pickle.dumps(iterator))
-        next(iterator)
-        self.assertLess(len(pickle.dumps(iterator)), size + 4000)  # one generator's state
+        skip(iterator, 10)
+        self.assertLess(len(pickle.dumps(iterator)), size + 1000)  # a generator's state takes more
 
     def test_restoring_reads_no_more_than_a_run(self):
         for iterable in (Recorded(range(30000)), Again(range(30000))):

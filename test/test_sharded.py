@@ -1012,6 +1012,9 @@ class TestKeyed(unittest.TestCase):
             self.assertEqual(sorted(items), sorted(list(range(8)) * 3))
         self.assertEqual(len({first, second, third}), 3)
         check_iterator(lambda: its.ZipIterator(corpus(), corpus()), list(zip(first, second)), positions=5)
+        second = corpus()
+        its.ZipIterator(corpus(), second)  # and is dropped
+        self.assertEqual([a for a, _ in its.ZipIterator(second, corpus())], list(corpus()))
         read = corpus()
         next(read)
         with self.assertRaisesRegex(ValueError, "a ShardedIterator must be fresh when it comes together with others"):
